@@ -1,0 +1,54 @@
+# pyparallel._torch: every file of csrc/torch, compiled against the installed torch with the copy of
+# pybind11 that torch brings, so that both speak of the same types and exceptions.
+# torch's own CMake package is not used: for a CUDA build of torch it insists on a whole CUDA toolkit.
+file(GLOB torch_sources CONFIGURE_DEPENDS torch/*.cpp)
+if(NOT torch_sources OR NOT PYPARALLEL_TORCH)
+  message(STATUS "torch.distributed backend: left out")
+  return()
+endif()
+
+execute_process(
+  COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/find_torch.py
+  OUTPUT_VARIABLE torch_found OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_VARIABLE torch_missing
+  RESULT_VARIABLE torch_status)
+if(NOT torch_status EQUAL 0)
+  if(PYPARALLEL_TORCH STREQUAL "auto")
+    message(STATUS "torch.distributed backend: left out (${torch_missing})")
+    return()
+  endif()
+  message(FATAL_ERROR "the torch.distributed backend was asked for (PYPARALLEL_TORCH=1), but "
+                      "${torch_missing}")
+endif()
+list(GET torch_found 0 torch_root)
+list(GET torch_found 1 torch_version)
+list(GET torch_found 2 torch_cuda)
+message(STATUS "torch.distributed backend: torch ${torch_version} (CUDA: ${torch_cuda}) in ${torch_root}")
+
+# The CUDA half needs a CUDA build of torch and the toolkit's headers.
+if(torch_cuda STREQUAL "none" OR NOT CUDAToolkit_INCLUDE_DIRS)
+  list(FILTER torch_sources EXCLUDE REGEX "/torch/cuda_[^/]*\\.cpp$")
+  set(torch_with_cuda OFF)
+else()
+  set(torch_with_cuda ON)
+endif()
+
+Python_add_library(_torch MODULE WITH_SOABI ${torch_sources} python/errors.cpp)
+target_compile_features(_torch PRIVATE cxx_std_20)
+target_include_directories(_torch SYSTEM PRIVATE ${torch_root}/include
+                           ${torch_root}/include/torch/csrc/api/include)
+target_compile_definitions(_torch PRIVATE TORCH_EXTENSION_NAME=_torch TORCH_API_INCLUDE_EXTENSION_H
+                           USE_C10D_GLOO)
+target_compile_options(_torch PRIVATE -fvisibility=hidden)
+set(torch_libraries c10 torch_cpu torch torch_python)
+if(torch_with_cuda)
+  target_include_directories(_torch SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  target_compile_definitions(_torch PRIVATE PYPARALLEL_TORCH_CUDA=1)
+  list(APPEND torch_libraries c10_cuda torch_cuda)
+endif()
+foreach(library ${torch_libraries})
+  target_link_libraries(_torch PRIVATE ${torch_root}/lib/lib${library}.so)
+endforeach()
+target_link_libraries(_torch PRIVATE pyparallel Threads::Threads)
+# torch is imported, and so mapped, before this module: no path to it is recorded.
+set_target_properties(_torch PROPERTIES INSTALL_RPATH "$ORIGIN/lib" SKIP_BUILD_RPATH OFF)
+install(TARGETS _torch DESTINATION . COMPONENT python)

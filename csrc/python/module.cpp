@@ -1,0 +1,13 @@
+// pyparallel._core: the core as Python sees it. Each room registers itself in its own file.
+#include <pybind11/pybind11.h>
+
+#include "python/rooms.h"
+
+PYBIND11_MODULE(_core, m) {
+  namespace python = pyparallel::python;
+  m.doc() = "Native core of pyparallel.";
+  python::register_errors(m);
+  if (python::register_communicator != nullptr) python::register_communicator(m);
+  if (python::register_nccl != nullptr) python::register_nccl(m);
+  if (python::register_symmetric != nullptr) python::register_symmetric(m);
+}

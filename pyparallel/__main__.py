@@ -1,0 +1,5 @@
+import sys
+
+from pyparallel.cli import main
+
+sys.exit(main())

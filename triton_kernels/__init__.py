@@ -1,0 +1,1 @@
+"""Triton kernels, installed as `pyparallel.triton_kernels`; inside, imports are relative."""
