@@ -10,10 +10,21 @@ namespace pyparallel {
 enum class DType : std::uint8_t { f64, f32, f16, bf16, i8, i16, i32, i64, u8, boolean, count_ };
 
 // Integers wrap modulo 2^bits, as torch does on the same dtype; avg of integers truncates towards
-// zero after the (wrapped) sum. boolean: sum and max are OR, product and min are AND, avg is refused.
-// premul_sum multiplies each rank's input by that rank's own factor before the sum (floating point
-// only). band/bor/bxor are for integers and boolean. min/max propagate NaN.
-enum class ReduceOp : std::uint8_t { sum, avg, min, max, product, premul_sum, band, bor, bxor, count_ };
+// zero after the (wrapped) sum. boolean: sum and max are OR, product and min are AND, avg is
+// refused. premul_sum multiplies each rank's input by that rank's own factor before the sum
+// (floating point only). band/bor/bxor are for integers and boolean. min/max propagate NaN.
+enum class ReduceOp : std::uint8_t {
+  sum,
+  avg,
+  min,
+  max,
+  product,
+  premul_sum,
+  band,
+  bor,
+  bxor,
+  count_
+};
 
 constexpr std::size_t size_of(DType t) {
   switch (t) {

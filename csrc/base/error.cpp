@@ -38,7 +38,8 @@ void throw_status(Status status, const std::string& what) {
 std::string errno_text(const std::string& call, int error_number) {
   char buffer[128];
   // The GNU form of strerror_r: returns the text, which may or may not be in the buffer.
-  return str(call, ": ", strerror_r(error_number, buffer, sizeof buffer), " (errno ", error_number, ")");
+  return str(call, ": ", strerror_r(error_number, buffer, sizeof buffer), " (errno ", error_number,
+             ")");
 }
 
 }  // namespace pyparallel

@@ -37,9 +37,9 @@ class Error : public std::runtime_error {
   Status status_;
 };
 
-#define PYPARALLEL_ERROR_CLASS(Name, code)                            \
-  class Name : public Error {                                         \
-   public:                                                            \
+#define PYPARALLEL_ERROR_CLASS(Name, code)                                \
+  class Name : public Error {                                             \
+   public:                                                                \
     explicit Name(const std::string& what) : Error(Status::code, what) {} \
   }
 PYPARALLEL_ERROR_CLASS(InvalidArgument, invalid_argument);
@@ -73,15 +73,15 @@ std::string errno_text(const std::string& call, int error_number);
 }  // namespace pyparallel
 
 // Checks an argument; the rest are the pieces of the message.
-#define PYPARALLEL_REQUIRE(condition, ...)                                     \
-  do {                                                                         \
+#define PYPARALLEL_REQUIRE(condition, ...)                                                 \
+  do {                                                                                     \
     if (!(condition)) throw ::pyparallel::InvalidArgument(::pyparallel::str(__VA_ARGS__)); \
   } while (0)
 
 // Checks a system call that returns -1 and sets errno; gives its value.
-#define PYPARALLEL_SYSCALL(call)                                                            \
-  ([&] {                                                                                    \
-    auto result_ = (call);                                                                  \
+#define PYPARALLEL_SYSCALL(call)                                                                \
+  ([&] {                                                                                        \
+    auto result_ = (call);                                                                      \
     if (result_ == -1) throw ::pyparallel::SystemError(::pyparallel::errno_text(#call, errno)); \
-    return result_;                                                                         \
+    return result_;                                                                             \
   }())

@@ -6,7 +6,8 @@
 
 namespace pyparallel {
 
-// 0 in the process that loaded the library, one more in each forked child (pthread_atfork). One load.
+// 0 in the process that loaded the library, one more in each forked child (pthread_atfork). One
+// load.
 std::uint32_t fork_generation() noexcept;
 
 }  // namespace pyparallel

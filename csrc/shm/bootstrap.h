@@ -1,12 +1,18 @@
 // How the ranks of one host come to share memory: rank 0 makes an anonymous memory file and hands
 // its descriptor to the others over a Unix socket in the abstract name space.
 //
-// Protocol "join" (the socket's name is derived from the 128-bit secret in the id; nothing is left in
-// any file system; a process of another user is turned away by the kernel's own word of who it is)
-//   rank 0    makes the memory file, reserves `bytes`, listens; for each of ranks 1..size-1: checks
-//             the user, the fixed header (magic, version, id, rank, size, bytes), sends the descriptor
-//   rank r    connects (again until the deadline), sends its header, takes the descriptor, maps it
-//   end       when all have come rank 0 sends each "go", else at the deadline the list of the absent
+// Protocol "join" (the id holds a socket name and a 128-bit secret; nothing is left in any file
+// system; a process of another user is turned away by the kernel's own word of who it is, on both
+// sides)
+//   rank 0    makes the memory file, reserves its part, listens; for each of ranks 1..size-1:
+//   checks
+//             the user and the fixed header (magic, secret, rank, size, bytes), sends the
+//             descriptor
+//   rank r    connects (again until the deadline), sends its header, maps the file it is sent,
+//             answers "mapped" or why not
+//   end       when all have mapped rank 0 sends each "go"; at the deadline, or when one has failed,
+//   the
+//             reason. A rank that hears neither gives up two seconds after its own deadline.
 // So either all return, or all throw with the same reason.
 #pragma once
 
@@ -25,10 +31,11 @@ namespace pyparallel::shm {
 class Segment {
  public:
   // Collective over `size` ranks. Every rank asks for the same number of bytes, of which the first
-  // `reserved` are reserved at once (NoMemory says needed and free); reserve() reserves others before
-  // they are touched. Fresh memory is zero.
+  // `reserved` are reserved at once (NoMemory says needed and free); reserve() reserves others
+  // before they are touched. Fresh memory is zero.
   static std::shared_ptr<Segment> open(const UniqueId& id, int rank, int size, std::size_t bytes,
-                                       std::size_t reserved, const std::string& name, Deadline deadline);
+                                       std::size_t reserved, const std::string& name,
+                                       Deadline deadline);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -39,12 +46,14 @@ class Segment {
   void reserve(std::size_t offset, std::size_t bytes);
   int fd() const { return file_.get(); }
 
+  // Maps a memory file; open() is how ranks get one.
+  Segment(UniqueFd file, std::size_t bytes, std::string name);
+
  private:
-  friend struct SegmentAccess;
-  Segment(UniqueFd file, std::size_t bytes);
   UniqueFd file_;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
+  std::string name_;
 };
 
 }  // namespace pyparallel::shm

@@ -3,10 +3,10 @@
 // Who must call: every rank of the group calls every collective, in the same order, with matching
 // arguments; a misfit raises on every rank and leaves the group usable. Send/recv are matched by
 // (source, tag) and are not ordered with the collectives.
-// Failures: any wait ends by its deadline. A timeout, a lost peer or abort() breaks the group: every
-// rank's current and later calls raise the first reason.
-// Threads: calls on one communicator from several threads are safe and run one at a time (send/recv
-// concurrently); several communicators are independent.
+// Failures: any wait ends by its deadline. A timeout, a lost peer or abort() breaks the group:
+// every rank's current and later calls raise the first reason. Threads: calls on one communicator
+// from several threads are safe and run one at a time (send/recv concurrently); several
+// communicators are independent.
 #pragma once
 
 #include <array>
@@ -48,7 +48,7 @@ struct Reduction {
 };
 
 struct Options {
-  std::string name = "world";               // for messages
+  std::string name = "world";                // for messages
   std::chrono::milliseconds timeout{30000};  // of calls that name none
 };
 
@@ -83,7 +83,8 @@ class Communicator {
 
   // --- collectives. `in` and `out` are the same array (in place) or do not overlap. Counts are in
   // elements; zero is allowed everywhere. Arrays of blocks have size() entries, one per rank.
-  virtual void all_reduce(const void* in, void* out, std::size_t count, DType, Reduction, Deadline) = 0;
+  virtual void all_reduce(const void* in, void* out, std::size_t count, DType, Reduction,
+                          Deadline) = 0;
   // `out` is written on the root only and ignored elsewhere.
   virtual void reduce(const void* in, void* out, std::size_t count, DType, Reduction, int root,
                       Deadline) = 0;
@@ -108,18 +109,21 @@ class Communicator {
   virtual std::shared_ptr<Work> enqueue(std::function<void()> call) = 0;
 
   // --- point to point. Buffered up to what fits, never blocked by the receiver's own sends. A
-  // receive takes the oldest message of its (source, tag); the count and dtype must be the sender's.
+  // receive takes the oldest message of its (source, tag); the count and dtype must be the
+  // sender's.
   virtual void send(const void* data, std::size_t count, DType, int destination, std::int64_t tag,
                     Deadline) = 0;
   // Gives the source, which is `source` unless that was any_source.
-  virtual int recv(void* data, std::size_t count, DType, int source, std::int64_t tag, Deadline) = 0;
+  virtual int recv(void* data, std::size_t count, DType, int source, std::int64_t tag,
+                   Deadline) = 0;
   virtual std::shared_ptr<Work> isend(const void* data, std::size_t count, DType, int destination,
                                       std::int64_t tag) = 0;
   virtual std::shared_ptr<Work> irecv(void* data, std::size_t count, DType, int source,
                                       std::int64_t tag) = 0;
 
   // --- life
-  // Collective: ranks of one color form a new group, ordered by (key, rank). color -1: no group (nullptr).
+  // Collective: ranks of one color form a new group, ordered by (key, rank). color -1: no group
+  // (nullptr).
   virtual std::shared_ptr<Communicator> split(int color, int key, const Options& options) = 0;
   // Wakes every waiter of the group on every rank; they raise Aborted with `why`.
   virtual void abort(std::string_view why) noexcept = 0;

@@ -27,8 +27,8 @@ struct ReduceArgs {
 // out[i] = op(...op(op(inputs[0][i], inputs[1][i]), inputs[2][i])...): in the order of `inputs`,
 // 16-bit floats converted to fp32, accumulated there and rounded (to nearest even) once; fp32 and
 // fp64 accumulate in their own type. avg divides the sum once, before the rounding. premul_sum
-// multiplies in the accumulation type before it adds (no fused multiply-add). The same bits on every
-// instruction set, whatever the alignment, and however an array is cut into calls.
+// multiplies in the accumulation type before it adds (no fused multiply-add). The same bits on
+// every instruction set, whatever the alignment, and however an array is cut into calls.
 void reduce(const ReduceArgs& args);
 
 // memcpy with the hint.
