@@ -1,4 +1,4 @@
-"""Prints `folder;version;cuda version or none` of the installed torch without importing it (slow)."""
+"""Prints `folder;version;CUDA version or none` of the installed torch, without a slow import."""
 
 import importlib.util
 import pathlib
