@@ -1,0 +1,414 @@
+// The arithmetic of reduce.h over vectors of kWidth bytes. Compiled once per instruction set: each
+// reduce_<set>.cpp includes reduce_vectors.h, defines in an unnamed namespace what differs, then
+// includes this file:
+//
+//   void stream(std::byte* aligned, Bytes)     non-temporal store
+//   void stream_fence()                        orders those before later stores
+//   struct Half                                float16; the same members as Bfloat below
+//
+// Everything here lives in the includer's unnamed namespace, and nothing inline from other headers
+// may be called (memcpy apart, which the compiler expands): the linker keeps one copy of an inline
+// function, and if that were the one compiled for AVX-512 an older CPU would meet it elsewhere.
+// Compiled without contraction (-ffp-contract=off): a * b + c must round twice on every set.
+#pragma once
+
+#include "shm/reduce_kernels.h"
+#include "shm/reduce_vectors.h"
+
+namespace {
+
+using pyparallel::DType;
+using pyparallel::ReduceOp;
+using pyparallel::shm::ReduceArgs;
+using pyparallel::shm::Store;
+
+// --- element types: how kWidth bytes become `parts` vectors to calculate with, and back ---------
+
+template <class T>
+struct Plain {
+  using V = typename VectorOf<T>::type;
+  static constexpr int parts = 1;
+  static constexpr std::size_t element = sizeof(T);
+  static void unpack(Bytes raw, V (&out)[1]) { out[0] = (V)raw; }
+  static Bytes pack(const V (&in)[1]) { return (Bytes)in[0]; }
+};
+
+// Any non-zero byte is true; results are 0 and 1.
+struct Boolean : Plain<std::uint8_t> {
+  static void unpack(Bytes raw, V (&out)[1]) { out[0] = (V)(raw != 0) & 1; }
+};
+
+// Every second element in each part: no shuffle is needed, and the order within does not matter.
+struct Bfloat {
+  using V = Floats;
+  static constexpr int parts = 2;
+  static constexpr std::size_t element = 2;
+  static void unpack(Bytes raw, V (&out)[2]) {
+    out[0] = (V)((Words)raw << 16);
+    out[1] = (V)((Words)raw & 0xffff0000u);
+  }
+  // The inputs hold no NaN but the canonical one, so the carry cannot turn a NaN into an infinity.
+  static Words rounded(V x) {
+    const Words bits = (Words)x;
+    return bits + 0x7fff + ((bits >> 16) & 1);
+  }
+  static Bytes pack(const V (&in)[2]) {
+    return (Bytes)((rounded(in[0]) >> 16) | (rounded(in[1]) & 0xffff0000u));
+  }
+};
+
+// NaN results are the canonical quiet NaN: which payload survives a + b depends on the order in
+// which a compiler hands the operands to the instruction. Other types pass through.
+template <class V>
+inline V canonical(V x) {
+  if constexpr (Lane<V>::floating) {
+    return x == x ? x : splat<V>(static_cast<typename Lane<V>::type>(__builtin_nan("")));
+  } else {
+    return x;
+  }
+}
+
+// --- operations: first(input 0), next(so far, input k), last(so far) -----------------------------
+
+struct Fold {
+  static constexpr bool special_cases = true;  // worth a loop each for 2, 3 and 4 inputs
+  explicit Fold(const ReduceArgs&) {}
+  template <class V>
+  V first(V x) const {
+    return x;
+  }
+  template <class V>
+  V last(V acc) const {
+    return acc;
+  }
+};
+
+struct Sum : Fold {
+  using Fold::Fold;
+  template <class V>
+  V next(V acc, V x, int) const {
+    return acc + x;
+  }
+};
+
+struct Product : Fold {
+  using Fold::Fold;
+  template <class V>
+  V next(V acc, V x, int) const {
+    return acc * x;
+  }
+};
+
+// A NaN on either side wins: the comparison with a NaN x is false and gives x.
+struct Min : Fold {
+  using Fold::Fold;
+  template <class V>
+  V next(V acc, V x, int) const {
+    return (acc < x) | (acc != acc) ? acc : x;
+  }
+};
+
+struct Max : Fold {
+  using Fold::Fold;
+  template <class V>
+  V next(V acc, V x, int) const {
+    return (acc > x) | (acc != acc) ? acc : x;
+  }
+};
+
+struct And : Fold {
+  using Fold::Fold;
+  template <class V>
+  V next(V acc, V x, int) const {
+    return acc & x;
+  }
+};
+
+struct Or : Fold {
+  using Fold::Fold;
+  template <class V>
+  V next(V acc, V x, int) const {
+    return acc | x;
+  }
+};
+
+struct Xor : Fold {
+  using Fold::Fold;
+  template <class V>
+  V next(V acc, V x, int) const {
+    return acc ^ x;
+  }
+};
+
+struct Average : Sum {
+  static constexpr bool special_cases = false;
+  explicit Average(const ReduceArgs& args) : Sum(args), divisor(args.divisor) {}
+  template <class V>
+  V last(V acc) const {
+    using T = typename Lane<V>::type;
+    if constexpr (Lane<V>::floating) {
+      return acc / splat<V>(static_cast<T>(divisor));
+    } else {
+      // In a type that holds the divisor, which may not fit an int8. (int for the narrow ones)
+      for (std::size_t i = 0; i < sizeof(V) / sizeof(T); ++i) {
+        acc[i] = static_cast<T>(acc[i] / static_cast<decltype(T{} + int{})>(divisor));
+      }
+      return acc;
+    }
+  }
+  int divisor;
+};
+
+struct PremulSum {
+  static constexpr bool special_cases = false;
+  explicit PremulSum(const ReduceArgs& args) : factors(args.factors) {}
+  template <class V>
+  V scaled(V x, int k) const {
+    return x * splat<V>(static_cast<typename Lane<V>::type>(factors[k]));
+  }
+  template <class V>
+  V first(V x) const {
+    return scaled(x, 0);
+  }
+  template <class V>
+  V next(V acc, V x, int k) const {
+    return acc + scaled(x, k);
+  }
+  template <class V>
+  V last(V acc) const {
+    return acc;
+  }
+  const double* factors;
+};
+
+// --- the loop -----------------------------------------------------------------------------------
+
+// `kVectors` vectors at byte `at` of every array: all inputs are read before an output is written
+// (an output may be an input), the sums stay in registers. N is the number of inputs, 0 where it is
+// known only at run time.
+template <class Type, class Op, int N, int kVectors>
+inline void tile(const ReduceArgs& args, const Op& op, std::size_t at, bool streamed) {
+  typename Type::V acc[kVectors][Type::parts];
+  const auto input = [&](int k) { return static_cast<const std::byte*>(args.inputs[k]) + at; };
+  const int n = N != 0 ? N : args.n;
+  const std::byte* first = input(0);
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    Type::unpack(load(first + v * kWidth), acc[v]);
+    for (auto& part : acc[v]) part = op.first(part);
+  }
+#pragma GCC unroll 4
+  for (int k = 1; k < n; ++k) {
+    const std::byte* in = input(k);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      typename Type::V x[Type::parts];
+      Type::unpack(load(in + v * kWidth), x);
+      for (int p = 0; p < Type::parts; ++p) acc[v][p] = op.next(acc[v][p], x[p], k);
+    }
+  }
+  std::byte* out = static_cast<std::byte*>(args.out) + at;
+  std::byte* second = args.second_out ? static_cast<std::byte*>(args.second_out) + at : nullptr;
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    for (auto& part : acc[v]) part = canonical(op.last(part));
+    const Bytes raw = Type::pack(acc[v]);
+    if (streamed) {
+      stream(out + v * kWidth, raw);
+    } else {
+      store(out + v * kWidth, raw);
+    }
+    if (second) store(second + v * kWidth, raw);
+  }
+}
+
+// The `bytes` (fewer than kWidth) at `at`.
+template <class Type, class Op>
+__attribute__((noinline)) void tile_part(const ReduceArgs& args, const Op& op, std::size_t at,
+                                         std::size_t bytes) {
+  typename Type::V acc[Type::parts];
+  const auto input = [&](int k) { return static_cast<const std::byte*>(args.inputs[k]) + at; };
+  Type::unpack(load_part(input(0), bytes), acc);
+  for (auto& part : acc) part = op.first(part);
+  for (int k = 1; k < args.n; ++k) {
+    typename Type::V x[Type::parts];
+    Type::unpack(load_part(input(k), bytes), x);
+    for (int p = 0; p < Type::parts; ++p) acc[p] = op.next(acc[p], x[p], k);
+  }
+  for (auto& part : acc) part = canonical(op.last(part));
+  const Bytes raw = Type::pack(acc);
+  store_part(static_cast<std::byte*>(args.out) + at, raw, bytes);
+  if (args.second_out) store_part(static_cast<std::byte*>(args.second_out) + at, raw, bytes);
+}
+
+inline std::size_t bytes_to_alignment(const void* p) {
+  return -reinterpret_cast<std::uintptr_t>(p) & (kWidth - 1);
+}
+
+template <class Type, class Op, int N>
+void run(const ReduceArgs& args) {
+  constexpr int unroll = 4;
+  const Op op(args);
+  const std::size_t bytes = args.count * Type::element;
+  std::size_t at = 0;
+  bool streamed = args.store == Store::streamed;
+  if (bytes >= 16 * kWidth) {  // align the output, where whole elements can
+    const std::size_t head = bytes_to_alignment(args.out);
+    if (head % Type::element == 0) {
+      if (head != 0) tile_part<Type, Op>(args, op, 0, head);
+      at = head;
+    } else {
+      streamed = false;  // a non-temporal store needs an aligned address
+    }
+  } else {
+    streamed = false;
+  }
+  for (; bytes - at >= unroll * kWidth; at += unroll * kWidth) {
+    tile<Type, Op, N, unroll>(args, op, at, streamed);
+  }
+  for (; bytes - at >= kWidth; at += kWidth) tile<Type, Op, N, 1>(args, op, at, streamed);
+  if (at < bytes) tile_part<Type, Op>(args, op, at, bytes - at);
+  if (streamed) stream_fence();
+}
+
+// --- from run-time values to a loop
+// ---------------------------------------------------------------
+
+template <class Type, class Op>
+void by_inputs(const ReduceArgs& args) {
+  if constexpr (!Op::special_cases) return run<Type, Op, 0>(args);
+  switch (args.n) {
+    case 2:
+      return run<Type, Op, 2>(args);
+    case 3:
+      return run<Type, Op, 3>(args);
+    case 4:
+      return run<Type, Op, 4>(args);
+    default:
+      return run<Type, Op, 0>(args);
+  }
+}
+
+template <class Type>
+void reduce_floating(const ReduceArgs& args) {
+  switch (args.op) {
+    case ReduceOp::sum:
+      return by_inputs<Type, Sum>(args);
+    case ReduceOp::avg:
+      return by_inputs<Type, Average>(args);
+    case ReduceOp::min:
+      return by_inputs<Type, Min>(args);
+    case ReduceOp::max:
+      return by_inputs<Type, Max>(args);
+    case ReduceOp::product:
+      return by_inputs<Type, Product>(args);
+    case ReduceOp::premul_sum:
+      return by_inputs<Type, PremulSum>(args);
+    default:
+      __builtin_unreachable();  // reduce() has refused it
+  }
+}
+
+// For what works bit by bit: one loop for all integers.
+template <class T>
+ReduceArgs as_bytes(ReduceArgs args) {
+  args.count *= sizeof(T);
+  return args;
+}
+
+// What does not depend on the sign is done on the unsigned type: it wraps without undefined
+// behaviour, and both signs share the code.
+template <class T, class Unsigned>
+void reduce_integer(const ReduceArgs& args) {
+  switch (args.op) {
+    case ReduceOp::sum:
+      return by_inputs<Plain<Unsigned>, Sum>(args);
+    case ReduceOp::avg:
+      return by_inputs<Plain<T>, Average>(args);
+    case ReduceOp::min:
+      return by_inputs<Plain<T>, Min>(args);
+    case ReduceOp::max:
+      return by_inputs<Plain<T>, Max>(args);
+    case ReduceOp::product:
+      return by_inputs<Plain<Unsigned>, Product>(args);
+    case ReduceOp::band:
+      return by_inputs<Plain<std::uint8_t>, And>(as_bytes<T>(args));
+    case ReduceOp::bor:
+      return by_inputs<Plain<std::uint8_t>, Or>(as_bytes<T>(args));
+    case ReduceOp::bxor:
+      return by_inputs<Plain<std::uint8_t>, Xor>(as_bytes<T>(args));
+    default:
+      __builtin_unreachable();  // reduce() has refused it
+  }
+}
+
+void reduce_boolean(const ReduceArgs& args) {
+  switch (args.op) {
+    case ReduceOp::sum:
+    case ReduceOp::max:
+    case ReduceOp::bor:
+      return by_inputs<Boolean, Or>(args);
+    case ReduceOp::product:
+    case ReduceOp::min:
+    case ReduceOp::band:
+      return by_inputs<Boolean, And>(args);
+    case ReduceOp::bxor:
+      return by_inputs<Boolean, Xor>(args);
+    default:
+      __builtin_unreachable();  // reduce() has refused it
+  }
+}
+
+void reduce_any(const ReduceArgs& args) {
+  switch (args.dtype) {
+    case DType::f64:
+      return reduce_floating<Plain<double>>(args);
+    case DType::f32:
+      return reduce_floating<Plain<float>>(args);
+    case DType::f16:
+      return reduce_floating<Half>(args);
+    case DType::bf16:
+      return reduce_floating<Bfloat>(args);
+    case DType::i8:
+      return reduce_integer<std::int8_t, std::uint8_t>(args);
+    case DType::i16:
+      return reduce_integer<std::int16_t, std::uint16_t>(args);
+    case DType::i32:
+      return reduce_integer<std::int32_t, std::uint32_t>(args);
+    case DType::i64:
+      return reduce_integer<std::int64_t, std::uint64_t>(args);
+    case DType::u8:
+      return reduce_integer<std::uint8_t, std::uint8_t>(args);
+    case DType::boolean:
+      return reduce_boolean(args);
+    default:
+      __builtin_unreachable();  // reduce() has refused it
+  }
+}
+
+// --- copy
+// -----------------------------------------------------------------------------------------
+
+void copy_streamed(void* to, const void* from, std::size_t bytes) {
+  std::byte* out = static_cast<std::byte*>(to);
+  const std::byte* in = static_cast<const std::byte*>(from);
+  const std::size_t head = bytes_to_alignment(out);
+  if (bytes < head + kWidth) {
+    std::memcpy(out, in, bytes);
+    return;
+  }
+  std::memcpy(out, in, head);
+  std::size_t at = head;
+  for (; bytes - at >= 4 * kWidth; at += 4 * kWidth) {
+    Bytes raw[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) raw[v] = load(in + at + v * kWidth);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) stream(out + at + v * kWidth, raw[v]);
+  }
+  for (; bytes - at >= kWidth; at += kWidth) stream(out + at, load(in + at));
+  std::memcpy(out + at, in + at, bytes - at);
+  stream_fence();
+}
+
+}  // namespace
