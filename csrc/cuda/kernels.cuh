@@ -1,0 +1,246 @@
+// The kernels: y = f(x_0, ..., x_{world-1}) over the ranks of a workspace. Protocol and reason why
+// they make progress: wait.h. Layout: workspace.h. Every rank launches the same call with the same
+// grid; block b of all ranks work on the same packs: those with pack % (blocks * threads) in its
+// range.
+//
+// Data is pushed: a store towards a peer needs one way over the link, a load from it two. Own data
+// takes the same way through the own slots, so that all slots are read alike. In-place calls are
+// right because what a thread reads of a user's array it has read before it, or a block after a
+// meeting that it took part in, overwrites it.
+#pragma once
+
+#include "cuda/elements.h"
+#include "cuda/wait.h"
+
+namespace pyparallel::cuda {
+
+// do_pack(i) for the packs of this thread.
+template <typename F>
+PYPARALLEL_DEVICE void for_packs(std::size_t packs, F&& do_pack) {
+  const Place at = here();
+  const std::size_t step = std::size_t{at.blocks} * at.threads;
+  for (std::size_t i = std::size_t{at.block} * at.threads + at.thread; i < packs; i += step) {
+    do_pack(i);
+  }
+}
+
+// do_rank(r) for all ranks, each rank beginning with its right neighbour: no link is everybody's
+// first.
+template <typename F>
+PYPARALLEL_DEVICE void for_ranks_from_next(const Call& call, F&& do_rank) {
+  const std::uint32_t world = call.seat.layout.world;
+  std::uint32_t r = static_cast<std::uint32_t>(call.seat.rank);
+  for (std::uint32_t n = 0; n < world; ++n) {
+    r = r + 1 == world ? 0 : r + 1;
+    do_rank(r);
+  }
+}
+
+template <typename T>
+PYPARALLEL_DEVICE Array<const T> input_of(const Call& call, std::uint64_t share = 0) {
+  return {static_cast<const T*>(call.in) + share * call.stride, call.count};
+}
+template <typename T>
+PYPARALLEL_DEVICE Array<T> output_of(const Call& call, std::uint64_t share = 0) {
+  return {static_cast<T*>(call.out) + share * call.stride, call.count};
+}
+
+template <typename T>
+PYPARALLEL_DEVICE Pack<T>* pack_at(const Call& call, std::uint32_t rank, std::size_t offset,
+                                   std::size_t i) {
+  return reinterpret_cast<Pack<T>*>(workspace_of(call, rank) + offset) + i;
+}
+
+// This rank's slots, rank 0's first.
+PYPARALLEL_DEVICE const char* own_slots(const Call& call, const Phase& phase) {
+  return workspace_of(call, call.seat.rank) + call.seat.layout.data(phase.buffer(), 0);
+}
+
+// This rank's input into its slot on every rank.
+template <typename T>
+PYPARALLEL_DEVICE void push_to_all(const Call& call, const Phase& phase, std::size_t packs) {
+  const std::size_t slot = call.seat.layout.data(phase.buffer(), call.seat.rank);
+  for_packs(packs, [&](std::size_t i) {
+    const Pack<T> p = load_pack(input_of<T>(call), i);
+    for_ranks_from_next(call, [&](std::uint32_t r) { *pack_at<T>(call, r, slot, i) = p; });
+  });
+}
+
+// The sum of this rank's slots into its output.
+template <typename T>
+PYPARALLEL_DEVICE void sum_to_output(const Call& call, const Phase& phase, std::size_t packs) {
+  const WorkspaceLayout& layout = call.seat.layout;
+  const char* slots = own_slots(call, phase);
+  for_packs(packs, [&](std::size_t i) {
+    store_pack(output_of<T>(call), i, sum_slots<T>(slots, layout.slot_bytes, layout.world, i));
+  });
+}
+
+PYPARALLEL_KERNEL barrier(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
+  Phase phase;
+  if (!begin(call, &phase) || !exchange(call, phase, 0)) return;
+  finish(call, phase);
+}
+
+// y = sum of x: everybody gets everything, everybody adds. One meeting; world - 1 times the
+// traffic.
+template <typename T>
+PYPARALLEL_KERNEL all_reduce_one_shot(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
+  Phase phase;
+  if (!begin(call, &phase)) return;
+  const std::size_t packs = packs_in<T>(call.count);
+  push_to_all<T>(call, phase, packs);
+  if (!exchange(call, phase, 0)) return;
+  sum_to_output<T>(call, phase, packs);
+  finish(call, phase);
+}
+
+// y = sum of x, in chunks of `chunk` packs: rank r adds chunk r (first shot) and sends the sum to
+// all (second shot). Two meetings; twice (world - 1) / world the traffic.
+template <typename T>
+PYPARALLEL_KERNEL all_reduce_two_shot(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
+  Phase phase;
+  if (!begin(call, &phase)) return;
+  const WorkspaceLayout& layout = call.seat.layout;
+  const std::size_t packs = packs_in<T>(call.count);
+  const std::size_t chunk = (packs + layout.world - 1) / layout.world;
+  const std::size_t slot = layout.data(phase.buffer(), call.seat.rank);
+  for_packs(chunk, [&](std::size_t i) {
+    for_ranks_from_next(call, [&](std::uint32_t r) {
+      const std::size_t source = r * chunk + i;
+      if (source < packs) *pack_at<T>(call, r, slot, i) = load_pack(input_of<T>(call), source);
+    });
+  });
+  if (!exchange(call, phase, 0)) return;
+  const char* slots = own_slots(call, phase);
+  const std::size_t sums = layout.result(phase.buffer(), call.seat.rank);
+  for_packs(chunk, [&](std::size_t i) {
+    if (call.seat.rank * chunk + i >= packs) return;
+    const Pack<T> p = sum_slots<T>(slots, layout.slot_bytes, layout.world, i);
+    for_ranks_from_next(call, [&](std::uint32_t r) { *pack_at<T>(call, r, sums, i) = p; });
+  });
+  if (!exchange(call, phase, 1)) return;
+  for_packs(chunk, [&](std::size_t i) {
+    for (std::uint32_t r = 0; r < layout.world; ++r) {
+      const std::size_t target = r * chunk + i;
+      if (target >= packs) break;
+      const std::size_t sum = layout.result(phase.buffer(), r);
+      store_pack(output_of<T>(call), target, *pack_at<T>(call, call.seat.rank, sum, i));
+    }
+  });
+  finish(call, phase);
+}
+
+// y = sum of x by the switch: rank r loads the sum of chunk r through the multicast address and
+// stores it to all through the same. The switch chooses the order of the sum: all ranks still get
+// the same bits in a call, but not those of the other kernels, nor surely those of the last run.
+template <typename T>
+PYPARALLEL_KERNEL all_reduce_multimem(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  Phase phase;
+  if (!begin(call, &phase)) return;
+  const WorkspaceLayout& layout = call.seat.layout;
+  const std::size_t packs = packs_in<T>(call.count);
+  const std::size_t chunk = (packs + layout.world - 1) / layout.world;
+  const std::uint32_t me = static_cast<std::uint32_t>(call.seat.rank);
+  const std::size_t data = layout.data(phase.buffer(), 0);
+  const std::size_t sums = layout.result(phase.buffer(), 0);
+  const Multicast all{static_cast<char*>(call.seat.multicast), call.seat.peers, layout.world};
+  // Chunk r lies in slot r, on every rank.
+  for_packs(chunk, [&](std::size_t i) {
+    for (std::uint32_t r = 0; r < layout.world && r * chunk + i < packs; ++r) {
+      const Pack<T> p = load_pack(input_of<T>(call), r * chunk + i);
+      *pack_at<T>(call, me, data + r * layout.slot_bytes, i) = p;
+    }
+  });
+  order::fence_alias();
+  if (!exchange(call, phase, 0)) return;
+  order::fence_alias();
+  for_packs(chunk, [&](std::size_t i) {
+    if (me * chunk + i >= packs) return;
+    const std::size_t offset = me * layout.slot_bytes + i * sizeof(Pack<T>);
+    order::multimem_store(all, sums + offset, multimem_sum(all, data + offset, T{}));
+  });
+  order::fence_alias();
+  if (!exchange(call, phase, 1)) return;
+  order::fence_alias();
+  for_packs(chunk, [&](std::size_t i) {
+    for (std::uint32_t r = 0; r < layout.world && r * chunk + i < packs; ++r) {
+      const Pack<T>* sum = pack_at<T>(call, me, sums + r * layout.slot_bytes, i);
+      store_pack(output_of<T>(call), r * chunk + i, *sum);
+    }
+  });
+  finish(call, phase);
+#endif  // launchers refuse older devices
+}
+
+// y_r = x_r of every rank r, side by side. `T` only says how wide an element is.
+template <typename T>
+PYPARALLEL_KERNEL all_gather(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
+  Phase phase;
+  if (!begin(call, &phase)) return;
+  const WorkspaceLayout& layout = call.seat.layout;
+  const std::size_t packs = packs_in<T>(call.count);
+  push_to_all<T>(call, phase, packs);
+  if (!exchange(call, phase, 0)) return;
+  for_packs(packs, [&](std::size_t i) {
+    for (std::uint32_t r = 0; r < layout.world; ++r) {
+      const std::size_t from = layout.data(phase.buffer(), r);
+      store_pack(output_of<T>(call, r), i, *pack_at<T>(call, call.seat.rank, from, i));
+    }
+  });
+  finish(call, phase);
+}
+
+// y = sum over ranks of their share number `rank`.
+template <typename T>
+PYPARALLEL_KERNEL reduce_scatter(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
+  Phase phase;
+  if (!begin(call, &phase)) return;
+  const WorkspaceLayout& layout = call.seat.layout;
+  const std::size_t packs = packs_in<T>(call.count);
+  const std::size_t slot = layout.data(phase.buffer(), call.seat.rank);
+  for_packs(packs, [&](std::size_t i) {
+    for_ranks_from_next(call, [&](std::uint32_t r) {
+      *pack_at<T>(call, r, slot, i) = load_pack(input_of<T>(call, r), i);
+    });
+  });
+  if (!exchange(call, phase, 0)) return;
+  sum_to_output<T>(call, phase, packs);
+  finish(call, phase);
+}
+
+// Protocol "signal": a 64-bit counter per (rank, index), only ever added to; each rank counts
+// apart, in its own memory, how many it has waited for, so both kernels can be replayed.
+//   writer    put_signal: adds, release, system scope; covers all that its stream did before
+//   reader    wait_signal: until counter >= consumed + n, acquire, system scope; then consumed += n
+//   reuse     nothing is overwritten: counters grow
+//   progress  a put waits for nothing, a wait only for puts
+// A signal is not a collective: it neither advances the phase nor is compared between ranks.
+PYPARALLEL_KERNEL put_signal(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
+  Phase phase;
+  if (!begin(call, &phase) || here().thread != 0) return;
+  auto* counter = reinterpret_cast<std::uint64_t*>(workspace_of(call, call.peer) +
+                                                   call.seat.layout.signal(call.index));
+  order::add_release_system(counter, call.count);
+}
+
+PYPARALLEL_KERNEL wait_signal(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
+  Phase phase;
+  if (!begin(call, &phase) || here().thread != 0) return;
+  char* own = workspace_of(call, call.seat.rank);
+  const auto* counter =
+      reinterpret_cast<const std::uint64_t*>(own + call.seat.layout.signal(call.index));
+  auto* consumed = reinterpret_cast<std::uint64_t*>(own + call.seat.layout.consumed(call.index));
+  const std::uint64_t expected = *consumed + call.count;
+  const auto me = static_cast<std::uint32_t>(call.seat.rank);
+  for (unsigned polls = 1;; ++polls) {
+    const std::uint64_t seen = order::load_acquire_system(counter);
+    if (static_cast<std::int64_t>(seen - expected) >= 0) break;
+    if (give_up(call, phase, polls, 0, me, expected, seen)) return;
+    pause_polling(polls);
+  }
+  *consumed = expected;
+}
+
+}  // namespace pyparallel::cuda
