@@ -41,7 +41,9 @@ class CMakeBuild(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         # A build folder made by another interpreter or torch would be reused for what it is not.
         stamp = build / "configured-for.txt"
-        wanted = "\n".join([sys.executable, _version_of("torch"), _version_of("pybind11")])
+        wanted = "\n".join(
+            [os.path.realpath(sys.prefix), _version_of("torch"), _version_of("pybind11")]
+        )
         if stamp.exists() and stamp.read_text() != wanted:
             shutil.rmtree(build)
             build.mkdir()

@@ -1,6 +1,6 @@
 """Runs a function as N ranks, each in a process of its own.
 
-    results = run_ranks(fn, 3, arg)            # fn(rank, arg) in 3 processes; results[r] is rank r's
+    results = run_ranks(fn, 3, arg)            # fn(rank, arg) in 3 processes; results in rank order
     with spawn_ranks(fn, 3, arg) as ranks:     # for faults: signals, deaths, messages on the way
         ranks.kill(1)
         outcomes = ranks.wait()
