@@ -1,0 +1,1 @@
+"""Measures pyparallel against what people use today. Start: `python -m bench --help`, README.md."""

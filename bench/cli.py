@@ -1,0 +1,159 @@
+"""`python -m bench SUITE...`: reads the arguments, shows progress, writes the report.
+
+Exit status: 0 all verified; 1 a verification failed or ranks died; 2 the request makes no sense or
+needs something that is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench import machine, providers, report, runner
+from bench.case import LONG, Outcome, parse_bytes
+from bench.ops import DESCRIPTIONS, OPS
+from bench.options import Options
+from bench.report.table import show
+from bench.suites import SUITES, suite
+
+QUICK_SECONDS = 130.0  # for the cases of all world sizes of one suite together
+METHOD = (
+    "Inputs are random; each side is verified against float64 on all ranks before it is timed. "
+    "All sides run in the same processes, interleaved, aligned starts, the slowest rank counts; "
+    "times are microseconds per call: median, p10 and p90 over samples of several calls."
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="pyparallel against stock PyTorch and others: verified, then timed.",
+    )
+    out.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)} (all)")
+    out.add_argument(
+        "--world", type=int, nargs="+", metavar="N", help="ranks (2, and one more than the cores)"
+    )
+    out.add_argument("--quick", action="store_true", help="fewer sizes, less than three minutes")
+    out.add_argument("--out", type=Path, default=Path("bench_results"), metavar="DIR")
+    out.add_argument(
+        "--peer",
+        nargs="+",
+        default=[],
+        choices=providers.OPTIONAL_PEERS,
+        help="beyond stock PyTorch; limit is a plain copy-and-add in C++ (on where a compiler is)",
+    )
+    out.add_argument(
+        "--op", nargs="+", default=[], choices=OPS, metavar="OP", help=", ".join(DESCRIPTIONS)
+    )
+    out.add_argument("--size", nargs="+", default=[], type=parse_bytes, metavar="BYTES")
+    out.add_argument("--dtype", nargs="+", default=[], choices=LONG)
+    out.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    out.add_argument("--busy", action="store_true", help="with an endless loop on every core")
+    out.add_argument("--seconds", type=float, help="for the cases of one world size")
+    out.add_argument("--timeout", type=float, default=60.0, help="of one wait between ranks")
+    return out
+
+
+def options_from(arguments: argparse.Namespace) -> Options:
+    cores = os.cpu_count() or 1
+    worlds = tuple(arguments.world or sorted({2, cores + 1}))
+    if min(worlds) < 1:
+        raise ValueError(f"--world {min(worlds)}: want at least one rank")
+    peers = list(dict.fromkeys(arguments.peer))
+    if arguments.device == "cpu" and "limit" not in peers and not providers.missing("limit"):
+        peers.append("limit")
+    seconds = arguments.seconds or (QUICK_SECONDS / len(worlds) if arguments.quick else 0.0)
+    return Options(
+        quick=arguments.quick,
+        worlds=worlds,
+        ops=tuple(arguments.op),
+        sizes=tuple(arguments.size),
+        dtypes=tuple(LONG[d] for d in arguments.dtype),
+        peers=tuple(peers),
+        device=arguments.device,
+        busy=arguments.busy,
+        seconds=seconds,
+        timeout=arguments.timeout,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    arguments = parser().parse_args(argv)
+    try:
+        options = options_from(arguments)
+        names = _suites(arguments.suites)
+        lacks = _missing(names, options)
+    except ValueError as error:
+        lacks = [str(error)]
+    if lacks:
+        for line in lacks:
+            print(f"python -m bench: {line}", file=sys.stderr)
+        return 2
+    outcome = measure(names, options, console)
+    written = report.write(outcome, arguments.out)
+    show(outcome, console)
+    console.print(f"written: {', '.join(str(path) for path in written)}", soft_wrap=True)
+    return 0 if outcome.ok else 1
+
+
+def _suites(asked: Sequence[str]) -> list[str]:
+    for name in asked:
+        if name not in SUITES:
+            raise ValueError(f"suite {name!r} is not one of {', '.join(SUITES)}")
+    return list(asked) or list(SUITES)
+
+
+def _missing(names: Sequence[str], options: Options) -> list[str]:
+    used = {name for s in names for pair in suite(s).pairs(options) for name in pair}
+    return [text for name in sorted(used) if (text := providers.missing(name))]
+
+
+def measure(names: Sequence[str], options: Options, console: Console) -> Outcome:
+    outcome = Outcome({**machine.describe(), "method": METHOD, "options": options.to_json()})
+    started = time.monotonic()
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    ) as progress:
+        for name in names:
+            rows, problems = runner.run(name, options, _Display(progress, name))
+            outcome.rows += rows
+            outcome.problems += problems
+    outcome.meta["seconds"] = round(time.monotonic() - started, 1)
+    return outcome
+
+
+class _Display:
+    """Events of the ranks -> a progress bar per world size, and a line for each bad row."""
+
+    def __init__(self, progress: Progress, name: str) -> None:
+        self._progress, self._name = progress, name
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        progress, kind = self._progress, event["kind"]
+        if kind == "world":
+            text = f"{self._name}, {event['world']} ranks"
+            self._text, self._task = text, progress.add_task(f"{text}: starting", total=None)
+        elif kind == "total":
+            progress.update(self._task, total=event["cases"])
+        elif kind == "case":
+            text = f"{self._text}: {event['label']}"
+            progress.update(self._task, completed=event["done"], description=text)
+        elif kind == "row" and not event["row"]["verified"]:
+            row = event["row"]
+            progress.console.print(f"[bold red]{row['op']} {row['api']}:[/] {row['note']}")
+        elif kind == "done":
+            total = progress.tasks[self._task].total
+            progress.update(self._task, completed=total, description=self._text)

@@ -1,0 +1,71 @@
+"""The conditions of a run, for the head of every result: machine, versions, commit, command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parent.parent
+_PACKAGES = ("torch", "triton", "numpy", "pyparallel-kernels", "mpi4py", "deepspeed")
+_SIMD = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def describe() -> dict[str, Any]:
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m bench", *sys.argv[1:]]),
+        "commit": _commit(),
+        "machine": {
+            "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)),
+            "simd": [s for s in _SIMD if s in _field("/proc/cpuinfo", "flags").split()],
+            "memory": _field("/proc/meminfo", "MemTotal"),
+            "virtual": "hypervisor" in _field("/proc/cpuinfo", "flags").split(),
+            "kernel": platform.release(),
+            "load_at_start": os.getloadavg()[0],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{p: v for p in _PACKAGES if (v := _version(p))},
+        },
+    }
+
+
+def _field(path: str, name: str) -> str:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """The checked-out commit, with "+" where the tree differs from it; empty outside of git."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,119 @@
+"""The table on the terminal: a line per op, size and dtype, a column per door and peer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from bench.case import SHORT, Outcome, Row, Summary, format_bytes
+from bench.stats import geometric_mean
+from bench.targets import target
+
+_DOORS = {"torch.distributed": "torch"}  # a narrower word for the terminal
+
+
+def format_us(value: float) -> str:
+    if value < 10:
+        return f"{value:.2f}"
+    if value < 1000:
+        return f"{value:.0f}"
+    return f"{value / 1000:.3g} ms"
+
+
+def format_error(row: Row) -> str:
+    if row.error is None:
+        return "-"
+    return f"{row.error:.1e} / {row.error_bound:.1e}" if row.error_bound or row.error else "exact"
+
+
+def _timing(summary: Summary | None) -> str:
+    if summary is None:
+        return "-"
+    spread = f"{format_us(summary.p10)}..{format_us(summary.p90)}"
+    return f"{format_us(summary.median)} [dim]({spread})[/dim]"
+
+
+def _speedup(row: Row) -> Text:
+    if not row.verified:
+        return Text("NOT VERIFIED", style="bold red")
+    if row.speedup is None:
+        return Text("-", style="dim")
+    goal = target(row)
+    style = "green" if goal is None or row.speedup >= goal else "yellow"
+    missed = f" (goal {goal:g})" if goal is not None and row.speedup < goal else ""
+    return Text(f"{row.speedup:.2f}x{missed}", style=style)
+
+
+def _sorted(rows: Sequence[Row]) -> list[Row]:
+    ops = {op: i for i, op in enumerate(dict.fromkeys(r.op for r in rows))}
+    return sorted(rows, key=lambda r: (ops[r.op], r.dtype == "bfloat16", r.bytes, r.api))
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
+    out = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+    for name in ("op", "size", "dtype", "called"):
+        out.add_column(name, no_wrap=True)
+    for name in ("ours us (p10..p90)", "peer us (p10..p90)", "speed-up", "error / bound"):
+        out.add_column(name, justify="right", no_wrap=True)
+    last = ""
+    for row in _sorted(rows):
+        if last and row.op != last:
+            out.add_section()
+        out.add_row(
+            row.op if row.op != last else "",
+            format_bytes(row.bytes) if row.bytes else "",
+            SHORT[row.dtype] if row.bytes else "",
+            _DOORS.get(row.api, row.api),
+            _timing(row.ours_us),
+            _timing(row.peer_us),
+            _speedup(row),
+            format_error(row),
+        )
+        last = row.op
+    return out
+
+
+def summary_line(rows: Sequence[Row]) -> str:
+    timed = [row.speedup for row in rows if row.speedup]
+    wrong = sum(not row.verified for row in rows)
+    text = f"{len(rows)} rows, {wrong} not verified"
+    if timed:
+        mean, least = geometric_mean(timed), min(timed)
+        text += f"; speed-up {mean:.2f}x (geometric mean), {least:.2f}x (least)"
+    missed = [r for r in rows if r.speedup and (goal := target(r)) and r.speedup < goal]
+    return text + f"; {len(missed)} below their goal"
+
+
+def groups(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
+    """Rows by peer and world size, in order of appearance."""
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.peer, row.world_size), []).append(row)
+    return found
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    for (peer, world), rows in groups(outcome.rows).items():
+        console.print()
+        console.print(table(rows, f"ours against {peer}, {world} ranks"))
+        console.print(summary_line(rows))
+        notes = dict.fromkeys(f"{row.op}: {row.note}" for row in rows if row.note)
+        for note in notes:
+            console.print(Text(note, style="dim"))
+    for problem in outcome.problems:
+        console.print(Text(problem, style="bold red"))
+    machine = outcome.meta.get("machine", {})
+    versions = ", ".join(f"{k} {v}" for k, v in outcome.meta.get("versions", {}).items())
+    console.print()
+    console.print(
+        Group(
+            Text(f"{machine.get('cpu')}, {machine.get('cores')} cores; {versions}", style="dim"),
+            Text(
+                "verdict: " + ("all verified" if outcome.ok else "FAILED"),
+                style="bold green" if outcome.ok else "bold red",
+            ),
+        )
+    )

@@ -1,0 +1,111 @@
+"""One rank: `python -m bench.worker SPEC`. Started by runner.py, one process per rank.
+
+Rank 0 appends one JSON object per event to the events file: total, case, row, problem, done. Every
+rank ends by itself when nothing happens for the time of the spec, with all stacks in its log, and
+is killed by the kernel when whoever started it dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import providers
+from bench.contest import Contest
+from bench.options import Options
+from bench.page import Page
+from bench.providers.base import Provider, Setup
+from bench.suites import suite
+from bench.timing import Budget
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ.get("BENCH_RANK") or os.environ["PMI_RANK"])
+    _die_with_parent()
+    options = Options.from_json(spec["options"])
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(_patience(options), exit=True)
+    scratch = Path(spec["scratch"])
+    events = _Events(scratch / "events" if rank == 0 else None)
+    page = Page(scratch / "page", rank, spec["world"], options.timeout)
+    try:
+        _run(spec, options, rank, page, events)
+    finally:
+        page.close()
+    events.write(kind="done")
+
+
+def _run(spec: dict[str, Any], options: Options, rank: int, page: Page, events: _Events) -> None:
+    device = torch.device(options.device, rank if options.device == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    setup = Setup(rank, spec["world"], device, Path(spec["scratch"]), options.timeout, options.busy)
+    module = suite(spec["suite"])
+    cases = module.cases(options, spec["world"])
+    pairs = module.pairs(options)
+    names = list(dict.fromkeys(name for pair in pairs for name in pair))
+    events.write(kind="total", cases=len(cases))
+    with _opened(names, options, setup) as found:
+        contest = Contest(page, found, device, spec["suite"], options.busy, options.seed)
+        # Ranks take their time to import and to build; a first meeting that may last.
+        page.exchange([float(rank)])
+        ends = time.monotonic() + (options.seconds or 2.0 * len(cases))
+        for done, case in enumerate(cases):
+            faulthandler.dump_traceback_later(_patience(options), exit=True)
+            events.write(kind="case", label=case.label, done=done)
+            share = max(0.1, (ends - time.monotonic()) / (len(cases) - done))
+            seconds = page.exchange([share])[0][0]
+            rows = contest.run(case, pairs, Budget(min(4.0, seconds * 0.9)))
+            for row in rows:
+                events.write(kind="row", row=row.to_json())
+            for reason in contest.wrong_peers(pairs):
+                events.write(kind="problem", text=f"{case.label}: {reason}")
+    faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _opened(names: list[str], options: Options, setup: Setup) -> Iterator[dict[str, Provider]]:
+    found: dict[str, Provider] = {}
+    for name in names:
+        where = options.replace.get(name, providers.PROVIDERS[name].where)
+        found[name] = providers.load(where)(setup)
+    yield found
+    for provider in reversed(list(found.values())):
+        provider.close()
+
+
+def _patience(options: Options) -> float:
+    """Longest silence of a healthy rank: one wait that runs into its timeout, and some work."""
+    return options.timeout * 2 + 60.0
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class _Events:
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("a", buffering=1) if path else None
+
+    def write(self, **event: Any) -> None:
+        if self._file:
+            self._file.write(json.dumps(event) + "\n")
+
+
+if __name__ == "__main__":
+    main()

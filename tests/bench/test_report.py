@@ -1,0 +1,136 @@
+"""What a run leaves behind: bench.json keeps its schema, the page stands alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench import report
+from bench.case import Outcome, Row, Summary
+from bench.report.json import read_json
+from bench.report.table import show
+from bench.targets import target
+
+SCHEMA = {  # the fields that other tools may rely on, with their types
+    "suite": str,
+    "op": str,
+    "shape": list,
+    "dtype": str,
+    "world_size": int,
+    "peer": str,
+    "peer_us": (dict, type(None)),
+    "ours_us": (dict, type(None)),
+    "speedup": (float, type(None)),
+    "error": (float, type(None)),
+    "error_bound": (float, type(None)),
+    "verified": bool,
+}
+
+
+def row(**changes: object) -> Row:
+    fields: dict[str, object] = {
+        "suite": "collectives",
+        "op": "all_reduce",
+        "api": "direct",
+        "shape": [1024],
+        "dtype": "float32",
+        "world_size": 2,
+        "peer": "gloo",
+        "peer_us": Summary(300.0, 310.0, 330.0, 350.0, 400.0, 30, 4),
+        "ours_us": Summary(4.0, 4.1, 5.0, 5.5, 6.0, 30, 300),
+        "speedup": 66.0,
+        "error": 5e-8,
+        "error_bound": 6e-8,
+        "verified": True,
+        "peer_verified": True,
+        "bytes": 4096,
+        "flops": 1024,
+        "bound_us": 0.7,
+    }
+    return Row(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def outcome(*rows: Row) -> Outcome:
+    return Outcome({"machine": {"cpu": "a <b>", "cores": 2}, "versions": {"torch": "2"}}, [*rows])
+
+
+def test_json_has_the_schema_and_comes_back_the_same(tmp_path: Path) -> None:
+    bad = row(error=math.inf, verified=False, ours_us=None, speedup=None, note="off")
+    written = report.write(outcome(row(), bad), tmp_path)
+    data = json.loads((tmp_path / "bench.json").read_text())
+    assert set(data) == {"meta", "rows"}
+    for found in data["rows"]:
+        for name, kind in SCHEMA.items():
+            assert isinstance(found[name], kind), name
+    assert {"p10", "median", "p90"} <= set(data["rows"][0]["ours_us"])
+    assert data["meta"]["ok"] is False
+    again = read_json(tmp_path / "bench.json")
+    assert again.rows[0] == row()
+    assert again.rows[1].error == 1e308
+    assert all(path.stat().st_size > 0 for path in written)
+    assert sum(path.suffix == ".png" for path in written) == 2
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_page_needs_nothing_beside_it_and_escapes(tmp_path: Path) -> None:
+    bf16 = row(dtype="bfloat16", note="<script>alert(1)</script>", api="torch.distributed")
+    report.write(outcome(row(), row(bytes=1 << 20, speedup=2.0), bf16), tmp_path)
+    text = (tmp_path / "bench.html").read_text()
+    assert "<script" not in text
+    assert "a &lt;b&gt;" in text
+    outside = r"""(?:src|href)\s*=\s*["'](?!#)|url\((?!#)|@import|<link"""
+    assert not re.search(outside, text)
+    assert text.count("<svg") == 4
+    assert not re.search(r"<!DOCTYPE svg|<\?xml", text)
+
+
+def printed(found: Outcome) -> str:
+    console = Console(file=io.StringIO(), width=150)
+    show(found, console)
+    stream = console.file
+    assert isinstance(stream, io.StringIO)
+    return stream.getvalue()
+
+
+def test_table_marks_what_is_wrong_and_what_misses_its_goal() -> None:
+    wrong = row(op="reduce", verified=False, ours_us=None, speedup=None, note="ours WRONG: x")
+    text = printed(outcome(row(speedup=30.0), wrong))
+    assert "30.00x (goal 40)" in text
+    assert "NOT VERIFIED" in text
+    assert "ours WRONG: x" in text
+    assert "verdict: FAILED" in text
+    assert "verdict: all verified" in printed(outcome(row()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "goal"),
+    [
+        ({}, 40.0),
+        ({"api": "torch.distributed"}, 12.0),
+        ({"bytes": 64 << 20}, 4.0),
+        ({"bytes": 8 << 20}, 1.5),
+        ({"dtype": "bfloat16"}, 2.0),
+        ({"op": "gather"}, 2.0),
+        ({"op": "gather", "api": "torch.distributed"}, 1.5),
+        ({"world_size": 1000}, 1.0),
+        ({"peer": "mpich"}, 1.0),
+        ({"peer": "limit"}, None),
+        ({"busy": True}, None),
+    ],
+)
+def test_goals(changes: dict[str, object], goal: float | None) -> None:
+    assert target(row(**changes)) == goal
+
+
+def test_problems_fail_the_outcome_even_with_all_rows_verified() -> None:
+    found = outcome(row())
+    assert found.ok
+    found.problems.append("world 3: rank 1 exited with -9")
+    assert not found.ok
+    assert "rank 1 exited with -9" in printed(found)

@@ -1,0 +1,171 @@
+"""Whole runs with real ranks, small ones: verification catches what is wrong, faults end the run.
+
+Stand-ins (wrong_providers.py) take the place of ours, so these tests do not depend on the core.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import cli, runner
+from bench.options import Options
+
+ROOT = Path(__file__).resolve().parents[2]
+STANDINS = "tests.bench.wrong_providers"
+SMALL = Options(
+    quick=True, worlds=(2,), ops=("all_reduce",), sizes=(4096,), dtypes=("float32",), seconds=0.2,
+    timeout=20.0,
+)  # fmt: skip
+
+
+def options(direct: str, **changes: object) -> Options:
+    names = {"direct": f"{STANDINS}:{direct}", "torch": f"{STANDINS}:Right"}
+    return replace(SMALL, replace=names, **changes)  # type: ignore[arg-type]
+
+
+def children() -> set[str]:
+    """Processes of this machine that carry the benchmark's worker in their command line."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"bench.worker" in words:
+            parent = (path.parent / "status").read_text().split("PPid:")[1].split()[0]
+            if int(parent) == os.getpid():
+                found.add(path.parent.name)
+    return found
+
+
+def test_every_op_is_verified_and_timed_on_all_ranks() -> None:
+    every = options("Right", ops=(), dtypes=("float32", "bfloat16"), worlds=(3,), seconds=2.0)
+    events: list[dict[str, object]] = []
+    rows, problems = runner.run("collectives", every, events.append)
+    assert not problems
+    assert len(rows) == 2 * (13 * 2 + 1)  # two doors; ops x dtypes, and the barrier
+    for row in rows:
+        assert row.verified
+        assert row.peer_verified
+        assert row.ours_us is not None
+        assert row.peer_us is not None
+        assert row.ours_us.p10 <= row.ours_us.median <= row.ours_us.p90
+        assert row.ours_us.samples == row.peer_us.samples >= 3
+        assert row.error is not None
+        assert row.error_bound is not None
+        assert row.error <= row.error_bound
+    assert [e["kind"] for e in events][:2] == ["world", "total"]
+    assert events[-1]["kind"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("standin", "op", "said"),
+    [
+        ("OneElementOff", "all_reduce", "rank 1: error"),
+        ("OwnRounding", "all_reduce", "ranks hold different bits"),
+        ("DoesNothing", "all_gather", "rank 0: error inf"),
+        ("SwapsBlocks", "all_gather", "at element 0"),
+        ("Raises", "all_reduce", "RuntimeError: out of order today"),
+        ("Lacks", "all_reduce", "has no such thing"),
+    ],
+)
+def test_a_wrong_contestant_is_marked_and_not_timed(standin: str, op: str, said: str) -> None:
+    rows, problems = runner.run("collectives", options(standin, ops=(op,)), lambda _: None)
+    assert not problems
+    direct, torch = rows
+    assert not direct.verified
+    assert direct.ours_us is None
+    assert direct.speedup is None
+    assert said in direct.note
+    assert direct.peer_us is not None  # the others go on
+    assert torch.verified
+    assert torch.speedup is not None
+
+
+def test_a_wrong_peer_is_a_problem_too() -> None:
+    wrong = replace(options("Right"), replace={**options("Right").replace,
+                                               "gloo": f"{STANDINS}:OneElementOff"})  # fmt: skip
+    rows, problems = runner.run("collectives", wrong, lambda _: None)
+    assert all(row.verified and row.speedup is None for row in rows)
+    assert len(problems) == 1
+    assert "off WRONG" in problems[0]
+
+
+def test_a_dead_rank_ends_the_run_with_its_name() -> None:
+    begun = time.monotonic()
+    rows, problems = runner.run("collectives", options("Dies"), lambda _: None)
+    assert rows == []
+    assert "rank 1 exited with 7" in problems[0]
+    assert "all_reduce 4 KB fp32 x2" in problems[0]
+    assert time.monotonic() - begun < 60
+    assert children() == set()
+
+
+def test_a_hanging_rank_ends_the_run_within_the_timeout() -> None:
+    rows, problems = runner.run("collectives", options("Hangs", timeout=2.0), lambda _: None)
+    assert rows == []
+    assert "rank 1 has not come" in problems[0]
+    assert children() == set()
+
+
+def test_exit_status_and_files_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli.providers, "missing", lambda name: "" if name != "limit" else "none")
+    words = ["--world", "2", "--op", "all_reduce", "--size", "4K", "--dtype", "fp32", "--quick"]
+    words += ["--seconds", "0.2", "--out", str(tmp_path)]
+    for standin, status in (("Right", 0), ("OneElementOff", 1)):
+        names = options(standin).replace
+        monkeypatch.setattr(
+            cli, "options_from", lambda a, n=names, f=_options_from: replace(f(a), replace=n)
+        )
+        assert cli.main(["collectives", *words]) == status
+        data = json.loads((tmp_path / "bench.json").read_text())
+        assert [r["verified"] for r in data["rows"]] == [status == 0, True]
+        assert (tmp_path / "bench.html").exists()
+    assert "verdict: FAILED" in capsys.readouterr().out
+
+
+_options_from = cli.options_from
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nosuch"], "suite 'nosuch' is not one of collectives"),
+        (["--world", "0"], "want at least one rank"),
+    ],
+)
+def test_requests_that_make_no_sense(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_is_named_with_its_mend(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli.providers, "_has_module", lambda name: name != "deepspeed")
+    assert cli.main(["--peer", "deepspeed", "--world", "2"]) == 2
+    assert "pip install deepspeed" in capsys.readouterr().err
+
+
+def test_help_names_every_option() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "--help"], cwd=ROOT, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0
+    wanted = {"--world", "--quick", "--out", "--peer", "--op", "--size", "--dtype", "--device"}
+    assert wanted | {"--busy", "--seconds", "--timeout"} <= set(
+        done.stdout.replace(",", " ").replace("[", " ").replace("]", " ").split()
+    )
