@@ -1,0 +1,99 @@
+#include "nccl/driver.h"
+
+#include <dlfcn.h>
+
+#include "base/error.h"
+
+namespace pyparallel::nccl {
+namespace {
+
+using Status = int;  // CUresult
+constexpr Status success = 0;
+constexpr Status not_ready = 600;
+constexpr unsigned event_disable_timing = 2;
+
+#define PYPARALLEL_DRIVER_SYMBOLS(X)                              \
+  X(cuCtxGetCurrent, cuCtxGetCurrent, (Context * context))        \
+  X(cuCtxSetCurrent, cuCtxSetCurrent, (Context context))          \
+  X(cuEventCreate, cuEventCreate, (void** event, unsigned flags)) \
+  X(cuEventRecord, cuEventRecord, (void* event, Stream stream))   \
+  X(cuEventQuery, cuEventQuery, (void* event))                    \
+  X(cuEventDestroy, cuEventDestroy_v2, (void* event))             \
+  X(cuStreamIsCapturing, cuStreamIsCapturing, (Stream stream, int* state))
+
+struct Driver {
+#define PYPARALLEL_DRIVER_POINTER(name, symbol, parameters) Status(*name) parameters = nullptr;
+  PYPARALLEL_DRIVER_SYMBOLS(PYPARALLEL_DRIVER_POINTER)
+#undef PYPARALLEL_DRIVER_POINTER
+
+  // Null without a driver. Whoever has a GPU has loaded it long before NCCL comes into play.
+  static const Driver* get() noexcept {
+    static const Driver* driver = load();
+    return driver;
+  }
+
+ private:
+  static const Driver* load() noexcept {
+    void* handle = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) return nullptr;
+    auto* driver = new Driver;
+    bool complete = true;
+#define PYPARALLEL_DRIVER_FIND(name, symbol, parameters)                             \
+  driver->name = reinterpret_cast<decltype(driver->name)>(::dlsym(handle, #symbol)); \
+  complete = complete && driver->name != nullptr;
+    PYPARALLEL_DRIVER_SYMBOLS(PYPARALLEL_DRIVER_FIND)
+#undef PYPARALLEL_DRIVER_FIND
+    if (complete) return driver;
+    delete driver;
+    return nullptr;
+  }
+};
+
+void check_driver(Status status, const char* call) {
+  if (status != success) throw CudaError(str(call, " failed with CUDA driver error ", status));
+}
+
+bool capturing(const Driver& driver, Stream stream) {
+  int state = 0;
+  check_driver(driver.cuStreamIsCapturing(stream, &state), "cuStreamIsCapturing");
+  return state != 0;
+}
+
+}  // namespace
+
+Context current_context() noexcept {
+  Context context = nullptr;
+  const Driver* driver = Driver::get();
+  if (driver == nullptr || driver->cuCtxGetCurrent(&context) != success) return nullptr;
+  return context;
+}
+
+void use_context(Context context) noexcept {
+  if (context != nullptr) Driver::get()->cuCtxSetCurrent(context);
+}
+
+bool can_record_events() noexcept { return Driver::get() != nullptr; }
+
+std::unique_ptr<Event> Event::record(Stream stream) {
+  const Driver* driver = Driver::get();
+  if (driver == nullptr || capturing(*driver, stream)) return nullptr;
+  std::unique_ptr<Event> event(new Event);
+  check_driver(driver->cuEventCreate(&event->event_, event_disable_timing), "cuEventCreate");
+  check_driver(driver->cuEventRecord(event->event_, stream), "cuEventRecord");
+  return event;
+}
+
+bool Event::record_again(Stream stream) {
+  const Driver& driver = *Driver::get();
+  if (capturing(driver, stream)) return false;
+  check_driver(driver.cuEventRecord(event_, stream), "cuEventRecord");
+  return true;
+}
+
+bool Event::done() const { return Driver::get()->cuEventQuery(event_) != not_ready; }
+
+Event::~Event() {
+  if (event_ != nullptr) Driver::get()->cuEventDestroy(event_);
+}
+
+}  // namespace pyparallel::nccl

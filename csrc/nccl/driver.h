@@ -1,0 +1,40 @@
+// The few CUDA driver functions that this room needs, found at run time: the calling thread's
+// device for calls that are made on another thread, and events to see that launched work is done.
+// Without a driver there are neither.
+#pragma once
+
+#include <memory>
+
+#include "nccl/abi.h"
+
+namespace pyparallel::nccl {
+
+using Context = void*;  // CUcontext; null: none
+
+Context current_context() noexcept;
+void use_context(Context context) noexcept;
+
+// Whether work on streams can be watched in this process.
+bool can_record_events() noexcept;
+
+// A point in a stream. Must be destroyed in the context it was made in.
+class Event {
+ public:
+  // Null when the stream is being captured into a graph: what is recorded then has not run.
+  static std::unique_ptr<Event> record(Stream stream);
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  // Again, on a stream of the same context. Gives false as record() gives null.
+  bool record_again(Stream stream);
+  // Whether the stream has come to it. An error of the device counts as done: whoever synchronises
+  // next will see it.
+  bool done() const;
+
+ private:
+  Event() = default;
+  void* event_ = nullptr;
+};
+
+}  // namespace pyparallel::nccl
