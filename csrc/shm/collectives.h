@@ -1,0 +1,73 @@
+// The algorithms behind the collectives of one communicator. One call at a time (the communicator
+// holds the lock). reductions.cpp has those that add, moves.cpp those that only move.
+//
+// Small calls: the data travels in the inbox, beside the announcement, and one wait is all ("one
+// shot"). Large calls: chunks go through three staging slots per rank, so that a rank fills one
+// while its peers read another ("chunked"); see the protocols in the two files. The counters
+// `ready` and `done` count chunks for ever; every rank adds the same number per call (steps_).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shm/communicator.h"
+#include "shm/group.h"
+#include "shm/reduce.h"
+#include "symmetric/registry.h"
+
+namespace pyparallel::shm {
+
+class Collectives {
+ public:
+  explicit Collectives(Group& group) : group_(group) {}
+
+  void all_reduce(const void* in, void* out, std::size_t count, DType, Reduction, const Deadline&);
+  void reduce(const void* in, void* out, std::size_t count, DType, Reduction, int root,
+              const Deadline&);
+  void reduce_scatter(const ConstBlock* in, void* out, DType, Reduction, const Deadline&);
+  void all_gather(const void* in, const Block* out, DType, const Deadline&);
+  void all_to_all(const ConstBlock* in, const Block* out, DType, const Deadline&);
+  void broadcast(void* data, std::size_t count, DType, int root, const Deadline&);
+  void scatter(const ConstBlock* in, Block out, DType, int root, const Deadline&);
+  void gather(ConstBlock in, const Block* out, DType, int root, const Deadline&);
+  void barrier(const Deadline&);
+
+ private:
+  static constexpr int kSlots = 3;
+
+  // --- reductions.cpp
+  struct TwoShot;
+  ReduceArgs arguments(DType, Reduction);  // the parts that all calls share; after arrive()
+  void one_shot(const void* in, void* out, std::size_t count, std::size_t inbox_offset, DType,
+                Reduction);
+  void two_shot(const TwoShot&, const Deadline&);
+  void in_place_symmetric(std::size_t count, DType, Reduction, const Deadline&);
+  bool all_symmetric();
+
+  // --- moves.cpp
+  struct Move;
+  void move(Move&, const Deadline&);
+  void move_chunked(const Move&, std::size_t largest, const Deadline&);
+
+  // --- both
+  void reserve_staging(Op op, const Deadline&);
+  // After a call read peers' memory in place: nobody returns before all have read.
+  void finish_together(const Deadline&);
+  void wait_ready(int rank, std::uint64_t step, const Deadline& deadline) {
+    group_.wait(group_.page(rank).ready, step, rank, deadline);
+  }
+  void wait_done(int rank, std::uint64_t step, const Deadline& deadline) {
+    group_.wait(group_.page(rank).done, step, rank, deadline);
+  }
+  RankPage& my_page() { return group_.page(group_.rank()); }
+
+  Group& group_;
+  std::uint64_t steps_ = 0;
+  bool staging_reserved_ = false;
+  symmetric::SymmetricRange symmetric_{};  // of this call's buffer
+  std::vector<std::byte*> peers_;          // of this call: the ranks' symmetric buffers
+  std::vector<const void*> inputs_;
+  std::vector<double> factors_;
+};
+
+}  // namespace pyparallel::shm

@@ -1,0 +1,290 @@
+// all_gather, all_to_all, broadcast, scatter, gather, barrier: data moves and nothing is added.
+//
+// A sender whose data fits its inbox puts it there before it announces the call, and is done. The
+// others' data goes through staging:
+// Protocol "chunked move" (n chunks, the same on all ranks: the largest block of those senders)
+//   sender   waits, from chunk 3 on, for done >= k - 2 of all who read it; fills slot k % 3;
+//            publishes ready = k + 1
+//   reader   waits for ready >= k + 1 of each sender with something for it; copies; publishes done
+//   = k + 1 order    a rank that does both fills chunk j before it reads chunk j - 1 progress
+//   filling chunk j waits for reads of chunk j - 3, reading chunk j for its filling: no cycle
+// (Numbers are relative to steps_, the chunks of all earlier calls.)
+
+#include <algorithm>
+#include <cstring>
+
+#include "shm/collectives.h"
+
+namespace pyparallel::shm {
+namespace {
+
+// Up to this many bytes a sender uses its inbox.
+constexpr std::size_t kInlineBytes = std::size_t{32} << 10;
+constexpr std::size_t kPartBytes = std::size_t{256} << 10;
+constexpr std::size_t kLeastPartBytes = std::size_t{16} << 10;
+constexpr std::size_t kStreamBytes = std::size_t{8} << 20;
+
+std::byte* bytes_at(void* data, std::size_t offset) {
+  return static_cast<std::byte*>(data) + offset;
+}
+const std::byte* bytes_at(const void* data, std::size_t offset) {
+  return static_cast<const std::byte*>(data) + offset;
+}
+
+std::size_t length_at(std::size_t count, std::size_t chunk, std::size_t step) {
+  return count > chunk * step ? std::min(step, count - chunk * step) : 0;
+}
+
+}  // namespace
+
+// What one rank does in one call.
+struct Collectives::Move {
+  Move(DType type, int root_rank, int size) : dtype(type), root(root_rank), receive(size) {}
+
+  DType dtype;
+  int root;  // -1: none
+  std::vector<ConstBlock>
+      send;  // one block for all readers, or one for each rank (its own is unused)
+  std::vector<Block> receive;  // [size] from each rank; data null: nothing wanted
+  std::vector<int> readers;    // who reads what I send
+  ConstBlock local;            // what stays here ...
+  void* local_out = nullptr;   // ... and where it goes
+
+  bool send_shared = true;  // one block for all readers
+  int block_for(int reader) const { return send_shared ? 0 : reader; }
+
+  std::size_t send_count() const {
+    std::size_t count = 0;
+    for (const ConstBlock& block : send) count += block.count;
+    return count;
+  }
+  std::size_t largest() const {
+    std::size_t count = 0;
+    for (const ConstBlock& block : send) count = std::max(count, block.count);
+    return count;
+  }
+};
+
+// `move` has begun: the header's sizes are filled in, nothing is announced yet.
+void Collectives::move(Move& move, const Deadline& deadline) {
+  const int n = group_.size();
+  const int me = group_.rank();
+  const std::size_t element = size_of(move.dtype);
+  CallHeader& call = group_.mine();
+  call.dtype = move.dtype;
+  call.root = static_cast<std::int16_t>(move.root);
+  if (move.readers.empty()) {
+    call.flags |= CallHeader::kInline;
+  } else if (move.send_count() * element <=
+             std::min(kInlineBytes, group_.layout().inline_bytes())) {
+    call.flags |= CallHeader::kInline;
+    std::size_t offset = 0;
+    for (const ConstBlock& block : move.send) {
+      copy(group_.inbox(me) + offset, block.data, block.count * element, Store::cached);
+      offset += block.count * element;
+    }
+  }
+  group_.arrive(deadline);
+
+  std::size_t largest = 0;
+  for (int r = 0; r < n; ++r)
+    if (!group_.header(r).is_inline())
+      largest = std::max<std::size_t>(largest, group_.header(r).count);
+
+  for (int i = 1; i < n; ++i) {
+    const int from = (me + i) % n;
+    const Block& block = move.receive[from];
+    if (block.data == nullptr || !group_.header(from).is_inline()) continue;
+    std::size_t offset = 0;
+    if (!move.send_shared) {
+      // A sender's inbox holds its blocks in rank order, without its own.
+      const bool uniform = group_.header(from).uniform();
+      for (int to = 0; to < me; ++to)
+        if (to != from) offset += uniform ? group_.header(from).count : group_.counts(from)[to];
+    }
+    copy(block.data, group_.inbox(from) + offset * element, block.count * element, Store::cached);
+  }
+  if (largest > 0) return move_chunked(move, largest, deadline);
+  if (move.local_out != nullptr && move.local_out != move.local.data)
+    copy(move.local_out, move.local.data, move.local.count * element, Store::cached);
+}
+
+void Collectives::move_chunked(const Move& move, std::size_t largest, const Deadline& deadline) {
+  const int n = group_.size();
+  const int me = group_.rank();
+  const std::size_t element = size_of(move.dtype);
+  const std::size_t blocks = move.send_shared ? 1 : static_cast<std::size_t>(n);
+  const std::size_t fits = group_.layout().staging_bytes() / (kSlots * blocks) / 64 * 64;
+  const std::size_t quarter = (largest * element / 4 + 63) / 64 * 64;
+  const std::size_t part = std::min(std::max(quarter, kLeastPartBytes), std::min(kPartBytes, fits));
+  const std::size_t step = part / element;
+  const std::size_t chunks = (largest + step - 1) / step;
+  const Store store = largest * element >= kStreamBytes ? Store::streamed : Store::cached;
+  const bool sends = !group_.mine().is_inline();
+  const bool stays = move.local_out != nullptr && move.local_out != move.local.data;
+
+  const auto slot = [&](int rank, std::size_t chunk, int block) {
+    return group_.staging(rank) +
+           ((chunk % kSlots) * blocks + static_cast<std::size_t>(block)) * part;
+  };
+  const auto fill = [&](std::size_t k) {
+    if (sends) {
+      if (k >= kSlots)
+        for (const int reader : move.readers) wait_done(reader, steps_ + k - kSlots + 1, deadline);
+      for (std::size_t b = 0; b < move.send.size(); ++b) {
+        const ConstBlock& block = move.send[b];
+        copy(slot(me, k, static_cast<int>(b)), bytes_at(block.data, k * step * element),
+             length_at(block.count, k, step) * element, Store::cached);
+      }
+      my_page().ready.publish(steps_ + k + 1);
+    }
+    // The chunk that stays is copied while it is in the cache.
+    if (stays)
+      copy(bytes_at(move.local_out, k * step * element),
+           bytes_at(move.local.data, k * step * element),
+           length_at(move.local.count, k, step) * element, store);
+  };
+  const auto read = [&](std::size_t k) {
+    for (int i = 1; i < n; ++i) {
+      const int from = (me + i) % n;
+      const Block& block = move.receive[from];
+      const std::size_t count = length_at(block.count, k, step);
+      if (block.data == nullptr || count == 0 || group_.header(from).is_inline()) continue;
+      wait_ready(from, steps_ + k + 1, deadline);
+      copy(bytes_at(block.data, k * step * element), slot(from, k, move.block_for(me)),
+           count * element, store);
+    }
+    my_page().done.publish(steps_ + k + 1);
+  };
+  for (std::size_t j = 0; j <= chunks; ++j) {
+    if (j < chunks) fill(j);
+    if (j > 0) read(j - 1);
+  }
+  // A block that stays may be longer than all that is sent.
+  const std::size_t copied = std::min(move.local.count, chunks * step);
+  if (stays)
+    copy(bytes_at(move.local_out, copied * element), bytes_at(move.local.data, copied * element),
+         (move.local.count - copied) * element, store);
+  steps_ += chunks;
+}
+
+void Collectives::all_gather(const void* in, const Block* out, DType dtype,
+                             const Deadline& deadline) {
+  const int n = group_.size();
+  const int me = group_.rank();
+  reserve_staging(Op::all_gather, deadline);
+  group_.begin(Op::all_gather, deadline);
+  std::uint64_t digest = 14695981039346656037u;  // FNV-1a
+  for (int r = 0; r < n; ++r) digest = (digest ^ out[r].count) * 1099511628211u;
+  group_.mine().digest = digest;
+  group_.mine().count = out[me].count;
+  Move move(dtype, -1, n);
+  move.send = {{in, out[me].count}};
+  move.receive.assign(out, out + n);
+  for (int r = 0; r < n; ++r)
+    if (r != me) move.readers.push_back(r);
+  move.local = {in, out[me].count};
+  move.local_out = out[me].data;
+  this->move(move, deadline);
+}
+
+void Collectives::broadcast(void* data, std::size_t count, DType dtype, int root,
+                            const Deadline& deadline) {
+  const int n = group_.size();
+  reserve_staging(Op::broadcast, deadline);
+  group_.begin(Op::broadcast, deadline);
+  group_.mine().count = count;
+  Move move(dtype, root, n);
+  if (group_.rank() == root) {
+    move.send = {{data, count}};
+    for (int r = 0; r < n; ++r)
+      if (r != root) move.readers.push_back(r);
+  } else {
+    move.receive[root] = {data, count};
+  }
+  this->move(move, deadline);
+}
+
+void Collectives::all_to_all(const ConstBlock* in, const Block* out, DType dtype,
+                             const Deadline& deadline) {
+  const int n = group_.size();
+  const int me = group_.rank();
+  reserve_staging(Op::all_to_all, deadline);
+  group_.begin(Op::all_to_all, deadline);
+  Move move(dtype, -1, n);
+  move.send_shared = false;
+  move.send.assign(in, in + n);
+  move.receive.assign(out, out + n);
+  bool uniform = true;
+  for (int r = 0; r < n; ++r)
+    uniform = uniform && in[r].count == in[0].count && out[r].count == in[0].count;
+  if (uniform) {
+    group_.mine().flags |= CallHeader::kUniform;
+  } else {
+    for (int r = 0; r < n; ++r) {
+      group_.counts(me)[r] = in[r].count;
+      group_.counts(me)[n + r] = out[r].count;
+    }
+  }
+  move.local = in[me];
+  move.local_out = out[me].data;
+  if (in[me].count != out[me].count) move.local_out = nullptr;  // a misfit: arrive() raises
+  move.send[me].count = 0;
+  for (int r = 0; r < n; ++r)
+    if (r != me) move.readers.push_back(r);
+  group_.mine().count = uniform ? in[0].count : move.largest();
+  this->move(move, deadline);
+}
+
+void Collectives::scatter(const ConstBlock* in, Block out, DType dtype, int root,
+                          const Deadline& deadline) {
+  const int n = group_.size();
+  const int me = group_.rank();
+  reserve_staging(Op::scatter, deadline);
+  group_.begin(Op::scatter, deadline);
+  Move move(dtype, root, n);
+  move.send_shared = false;
+  group_.counts(me)[n] = out.count;
+  if (me == root) {
+    move.send.assign(in, in + n);
+    for (int r = 0; r < n; ++r) {
+      group_.counts(me)[r] = in[r].count;
+      if (r != root) move.readers.push_back(r);
+    }
+    move.local = {in[me].data, std::min(in[me].count, out.count)};
+    move.local_out = out.data;
+    move.send[me].count = 0;
+  } else {
+    move.receive[root] = out;
+  }
+  group_.mine().count = move.largest();
+  this->move(move, deadline);
+}
+
+void Collectives::gather(ConstBlock in, const Block* out, DType dtype, int root,
+                         const Deadline& deadline) {
+  const int n = group_.size();
+  const int me = group_.rank();
+  reserve_staging(Op::gather, deadline);
+  group_.begin(Op::gather, deadline);
+  Move move(dtype, root, n);
+  group_.counts(me)[n] = in.count;
+  if (me == root) {
+    move.receive.assign(out, out + n);
+    for (int r = 0; r < n; ++r) group_.counts(me)[r] = out[r].count;
+    move.local = {in.data, std::min(in.count, out[me].count)};
+    move.local_out = out[me].data;
+  } else {
+    move.send = {in};
+    move.readers = {root};
+  }
+  group_.mine().count = move.largest();
+  this->move(move, deadline);
+}
+
+void Collectives::barrier(const Deadline& deadline) {
+  group_.begin(Op::barrier, deadline);
+  group_.arrive(deadline);
+}
+
+}  // namespace pyparallel::shm

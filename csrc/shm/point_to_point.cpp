@@ -1,0 +1,472 @@
+#include "shm/point_to_point.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/interrupt.h"
+#include "shm/reduce.h"
+
+namespace pyparallel::shm {
+namespace {
+
+constexpr std::uint64_t kMessageMagic = 0x4753454d4c525050;  // "PPRLMESG"
+constexpr std::size_t kLine = 64;
+// Published at this grain, so that both sides of a long message work at once.
+constexpr std::size_t kPieceBytes = std::size_t{64} << 10;
+constexpr std::chrono::milliseconds kLookAround(10);
+
+std::size_t padded(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+}  // namespace
+
+struct PointToPoint::MessageHeader {
+  std::uint64_t magic;
+  std::uint64_t count;
+  std::int64_t tag;
+  std::uint8_t dtype;
+  std::uint8_t unused[39];
+};
+
+struct PointToPoint::Incoming {
+  // A message that came before anybody asked for it.
+  struct Unexpected {
+    std::int64_t tag;
+    std::size_t count;
+    DType dtype;
+    std::vector<std::byte> data;
+    bool complete = false;
+    std::shared_ptr<Transfer> claimed;  // asked for while still arriving
+  };
+
+  std::uint64_t read = 0;  // our copy of the ring's counter
+  bool arriving = false;
+  std::size_t bytes = 0;
+  std::size_t moved = 0;
+  std::byte* target = nullptr;        // null: the data is dropped
+  std::shared_ptr<Transfer> receive;  // or the last of `unexpected`, where null
+  std::deque<Unexpected> unexpected;
+};
+
+PointToPoint::PointToPoint(std::shared_ptr<Group> group)
+    : group_(std::move(group)),
+      rank_(group_->rank()),
+      size_(group_->size()),
+      spin_(group_->size()),
+      sends_(size_),
+      reserved_to_(size_, false) {
+  static_assert(sizeof(MessageHeader) == kLine);
+  for (int r = 0; r < size_; ++r) incoming_.push_back(std::make_unique<Incoming>());
+}
+
+PointToPoint::~PointToPoint() = default;
+
+std::string PointToPoint::describe(const Transfer& transfer) const {
+  const std::string peer = transfer.peer_ < 0 ? "any rank" : str("rank ", transfer.peer_);
+  return str(transfer.is_send_ ? "send to " : "recv from ", peer, " (tag ", transfer.tag_, ", ",
+             transfer.count_, " ", name_of(transfer.dtype_), ") on rank ", rank_, ", group ",
+             group_->name(), " (", size_, " ranks)");
+}
+
+void PointToPoint::reserve_rings(int to) {
+  const Layout& layout = group_->layout();
+  if (!reserved_incoming_) {
+    group_->reserve(layout.ring(0, rank_), layout.ring_stride() * static_cast<std::size_t>(size_));
+    reserved_incoming_ = true;
+  }
+  if (to >= 0 && !reserved_to_[to]) {
+    group_->reserve(layout.ring(rank_, to), layout.ring_stride());
+    reserved_to_[to] = true;
+  }
+}
+
+std::shared_ptr<PointToPoint::Transfer> PointToPoint::start_send(const void* data,
+                                                                 std::size_t count, DType dtype,
+                                                                 int to, std::int64_t tag) {
+  auto transfer = std::make_shared<Transfer>();
+  transfer->engine_ = shared_from_this();
+  transfer->is_send_ = true;
+  transfer->data_ = static_cast<std::byte*>(const_cast<void*>(data));
+  transfer->count_ = count;
+  transfer->bytes_ = count * size_of(dtype);
+  transfer->dtype_ = dtype;
+  transfer->peer_ = to;
+  transfer->tag_ = tag;
+  std::lock_guard lock(mutex_);
+  group_->throw_if_unusable();
+  if (to != rank_ && group_->page(to).seat.load() == 2)
+    group_->check_alive(to, describe(*transfer));
+  reserve_rings(to);
+  sends_[to].push_back(transfer);
+  ++pending_;
+  if (sends_[to].size() == 1) push(to);
+  return transfer;
+}
+
+std::shared_ptr<PointToPoint::Transfer> PointToPoint::start_recv(void* data, std::size_t count,
+                                                                 DType dtype, int from,
+                                                                 std::int64_t tag) {
+  auto transfer = std::make_shared<Transfer>();
+  transfer->engine_ = shared_from_this();
+  transfer->data_ = static_cast<std::byte*>(data);
+  transfer->count_ = count;
+  transfer->bytes_ = count * size_of(dtype);
+  transfer->dtype_ = dtype;
+  transfer->peer_ = from;
+  transfer->tag_ = tag;
+  std::lock_guard lock(mutex_);
+  group_->throw_if_unusable();
+  reserve_rings(-1);
+  ++pending_;
+  if (match_unexpected(*transfer)) {
+    if (!transfer->done()) incoming_[transfer->source_]->unexpected.back().claimed = transfer;
+    return transfer;
+  }
+  receives_.push_back(transfer);
+  try {
+    for (int r = 0; r < size_; ++r)
+      if (from == r || from < 0) pull(r, false);
+  } catch (const Error& error) {  // a damaged header: the group is broken
+    end_all(error);
+    throw;
+  }
+  return transfer;
+}
+
+void PointToPoint::finish(Transfer& transfer) {
+  --pending_;
+  transfer.done_.store(true, std::memory_order_release);
+  // Another thread of this process may sleep for it.
+  group_->page(rank_).bell.ring();
+}
+
+// Whether the transfer's shape is the message's; ends the transfer where it is not.
+static std::string shape_misfit(std::size_t sent, DType sent_type, std::size_t wanted,
+                                DType wanted_type) {
+  if (sent == wanted && sent_type == wanted_type) return "";
+  return str(": the message has ", sent, " ", name_of(sent_type), " elements, ", wanted, " ",
+             name_of(wanted_type), " were asked for; the message is dropped");
+}
+
+bool PointToPoint::match_unexpected(Transfer& transfer) {
+  for (int r = 0; r < size_; ++r) {
+    if (transfer.peer_ >= 0 && transfer.peer_ != r) continue;
+    auto& queue = incoming_[r]->unexpected;
+    for (auto it = queue.begin(); it != queue.end(); ++it) {
+      if (it->tag != transfer.tag_ || it->claimed != nullptr) continue;
+      transfer.source_ = r;
+      transfer.attached_ = true;
+      if (!it->complete) return true;  // the one that is arriving is the last of the queue
+      const std::string misfit =
+          shape_misfit(it->count, it->dtype, transfer.count_, transfer.dtype_);
+      if (!misfit.empty()) {
+        transfer.status_ = Status::mismatch;
+        transfer.error_ = describe(transfer) + misfit;
+      } else if (!it->data.empty()) {
+        std::memcpy(transfer.data_, it->data.data(), it->data.size());
+      }
+      queue.erase(it);
+      finish(transfer);
+      return true;
+    }
+  }
+  return false;
+}
+
+void PointToPoint::finish_unexpected(int from) {
+  auto& queue = incoming_[from]->unexpected;
+  queue.back().complete = true;
+  const std::shared_ptr<Transfer> claimed = std::move(queue.back().claimed);
+  queue.back().claimed = nullptr;
+  if (claimed != nullptr) match_unexpected(*claimed);
+}
+
+bool PointToPoint::push(int to) {
+  auto& queue = sends_[to];
+  RingPage& ring = group_->ring(rank_, to);
+  std::byte* data = reinterpret_cast<std::byte*>(&ring) + sizeof(RingPage);
+  const std::size_t capacity = group_->layout().ring_bytes();
+  std::uint64_t written = ring.written.value.load(std::memory_order_relaxed);
+  const std::uint64_t published = written;
+  std::uint64_t last = written;
+  std::vector<std::shared_ptr<Transfer>> finished;
+  while (!queue.empty()) {
+    Transfer& send = *queue.front();
+    std::size_t space = capacity - (written - ring.read.load());
+    if (space < kLine) break;
+    if (!send.header_sent_) {
+      const MessageHeader header{
+          kMessageMagic, send.count_, send.tag_, static_cast<std::uint8_t>(send.dtype_), {}};
+      std::memcpy(data + written % capacity, &header, sizeof header);
+      written += kLine;
+      space -= kLine;
+      send.header_sent_ = true;
+    }
+    while (send.moved_ < send.bytes_ && space > 0) {
+      const std::size_t at = written % capacity;
+      const std::size_t n =
+          std::min({send.bytes_ - send.moved_, space, kPieceBytes, capacity - at});
+      copy(data + at, send.data_ + send.moved_, n, Store::cached);
+      send.moved_ += n;
+      written += padded(n);  // only a message's last piece is not a multiple already
+      space -= std::min(space, padded(n));
+      if (written - last >= kPieceBytes) {
+        ring.written.publish(written);
+        group_->page(to).bell.ring();
+        last = written;
+      }
+    }
+    if (send.moved_ < send.bytes_) break;
+    finished.push_back(std::move(queue.front()));
+    queue.pop_front();
+  }
+  if (written != last) {
+    ring.written.publish(written);
+    group_->page(to).bell.ring();
+  }
+  for (const auto& send : finished) finish(*send);
+  return written != published;
+}
+
+// Reads the next message's header when there is one that may be taken. True when one is arriving.
+bool PointToPoint::take_header(int from, bool drain) {
+  Incoming& incoming = *incoming_[from];
+  RingPage& ring = group_->ring(from, rank_);
+  if (ring.written.load() - incoming.read < kLine) return false;
+  MessageHeader header;
+  const std::byte* data = reinterpret_cast<const std::byte*>(&ring) + sizeof(RingPage);
+  std::memcpy(&header, data + incoming.read % group_->layout().ring_bytes(), sizeof header);
+  const DType dtype = static_cast<DType>(header.dtype);
+  if (header.magic != kMessageMagic || dtype >= DType::count_ ||
+      header.count > (std::uint64_t{1} << 56)) {
+    group_->fail(Status::internal, str("recv on rank ", rank_, ", group ", group_->name(),
+                                       ": rank ", from, " sent a damaged message header"));
+    group_->throw_if_unusable();
+  }
+  const auto wanted = std::find_if(receives_.begin(), receives_.end(), [&](const auto& receive) {
+    return (receive->peer_ == from || receive->peer_ < 0) && receive->tag_ == header.tag;
+  });
+  // A receive that waits for a later message of this source: the earlier ones must make room.
+  const bool one_behind = std::any_of(receives_.begin(), receives_.end(), [&](const auto& receive) {
+    return receive->peer_ == from || receive->peer_ < 0;
+  });
+  if (wanted == receives_.end() && !drain && !one_behind) return false;
+  incoming.arriving = true;
+  incoming.bytes = header.count * size_of(dtype);
+  incoming.moved = 0;
+  incoming.target = nullptr;
+  incoming.receive = nullptr;
+  incoming.read += kLine;
+  if (wanted == receives_.end()) {
+    incoming.unexpected.push_back(
+        {header.tag, header.count, dtype, std::vector<std::byte>(incoming.bytes), false, nullptr});
+    incoming.target = incoming.unexpected.back().data.data();
+    return true;
+  }
+  incoming.receive = *wanted;
+  receives_.erase(wanted);
+  Transfer& receive = *incoming.receive;
+  receive.source_ = from;
+  receive.attached_ = true;
+  const std::string misfit = shape_misfit(header.count, dtype, receive.count_, receive.dtype_);
+  if (misfit.empty()) {
+    incoming.target = receive.data_;
+  } else {
+    receive.status_ = Status::mismatch;
+    receive.error_ = describe(receive) + misfit;
+  }
+  return true;
+}
+
+bool PointToPoint::pull(int from, bool drain) {
+  Incoming& incoming = *incoming_[from];
+  RingPage& ring = group_->ring(from, rank_);
+  const std::byte* data = reinterpret_cast<const std::byte*>(&ring) + sizeof(RingPage);
+  const std::size_t capacity = group_->layout().ring_bytes();
+  bool moved = false;
+  while (incoming.arriving || take_header(from, drain)) {
+    moved = true;
+    const std::size_t there = ring.written.load() - incoming.read;
+    const std::size_t at = incoming.read % capacity;
+    const std::size_t n =
+        std::min({incoming.bytes - incoming.moved, there, kPieceBytes, capacity - at});
+    if (n == 0 && incoming.moved < incoming.bytes) {
+      ring.read.publish(incoming.read);
+      group_->page(from).bell.ring();
+      return moved;
+    }
+    if (incoming.target != nullptr)
+      copy(incoming.target + incoming.moved, data + at, n, Store::cached);
+    incoming.moved += n;
+    incoming.read += padded(n);
+    if (incoming.moved == incoming.bytes || n == kPieceBytes) {
+      ring.read.publish(incoming.read);
+      group_->page(from).bell.ring();
+    }
+    if (incoming.moved < incoming.bytes) continue;
+    incoming.arriving = false;
+    if (const auto receive = std::move(incoming.receive)) {
+      incoming.receive = nullptr;
+      finish(*receive);
+    } else {
+      finish_unexpected(from);
+    }
+  }
+  return moved;
+}
+
+bool PointToPoint::progress() {
+  bool moved = false;
+  bool stuck = false;
+  for (int r = 0; r < size_; ++r) {
+    if (sends_[r].empty()) continue;
+    moved = push(r) || moved;
+    stuck = stuck || !sends_[r].empty();
+  }
+  if (!reserved_incoming_) return moved;
+  for (int r = 0; r < size_; ++r) {
+    const bool asked = incoming_[r]->arriving || !receives_.empty();
+    if (asked || stuck) moved = pull(r, stuck) || moved;
+  }
+  return moved;
+}
+
+void PointToPoint::end_all(const Error& error) {
+  const auto end = [&](Transfer& transfer) {
+    if (transfer.done()) return;
+    transfer.status_ = error.status();
+    transfer.error_ = error.what();
+    finish(transfer);
+  };
+  for (auto& queue : sends_) {
+    for (auto& send : queue) end(*send);
+    queue.clear();
+  }
+  for (auto& receive : receives_) end(*receive);
+  receives_.clear();
+  for (auto& incoming : incoming_) {
+    if (incoming->receive != nullptr) end(*std::exchange(incoming->receive, nullptr));
+    for (auto& message : incoming->unexpected)
+      if (message.claimed != nullptr) end(*std::exchange(message.claimed, nullptr));
+    incoming->arriving = false;
+    incoming->target = nullptr;
+  }
+  changed_.notify_all();
+}
+
+// What a sleeper does every now and then: throws when the transfer cannot end any more.
+void PointToPoint::look_after(const Transfer& transfer, const Deadline* deadline) {
+  group_->throw_if_unusable();
+  if (deadline != nullptr && deadline->expired()) {
+    std::string text = describe(transfer) + ": ";
+    const int peer = transfer.peer_ >= 0 ? transfer.peer_ : transfer.source_;
+    text += peer >= 0 && peer != rank_
+                ? group_->absence(peer, *deadline)
+                : str("nothing came within ", deadline->timeout_seconds(), " s");
+    group_->fail(Status::timeout, text);
+    group_->throw_if_unusable();
+  }
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_ && (transfer.peer_ == r || transfer.peer_ < 0))
+      group_->check_alive(r, describe(transfer));
+}
+
+void PointToPoint::wait(Transfer& transfer, const Deadline& deadline) {
+  const auto moved_on = [&] {
+    if (transfer.done()) return true;
+    std::lock_guard lock(mutex_);
+    progress();
+    return transfer.done();
+  };
+  try {
+    if (!moved_on() && !spin_.spin(moved_on)) {
+      {
+        std::lock_guard lock(mutex_);
+        ++waiters_;
+      }
+      struct Leave {
+        PointToPoint* engine;
+        ~Leave() {
+          std::lock_guard lock(engine->mutex_);
+          --engine->waiters_;
+          if (engine->pending_ > 0 && engine->waiters_ == 0) engine->changed_.notify_all();
+        }
+      } leave{this};
+      Flag& bell = group_->page(rank_).bell;
+      Sleeper sleeper(bell);
+      auto looked = Deadline::Clock::now();
+      for (;;) {
+        const std::uint64_t seen = bell.load();
+        if (moved_on()) break;
+        const auto left = std::min<Deadline::Duration>(deadline.remaining(), kLookAround);
+        const bool undisturbed = bell.sleep(seen, left);
+        const auto now = Deadline::Clock::now();
+        if (undisturbed && now - looked < kLookAround && !deadline.expired()) continue;
+        looked = now;
+        if (interrupt_requested()) {
+          group_->fail(Status::aborted, describe(transfer) + ": interrupted by a signal");
+          throw Interrupted(describe(transfer) + ": interrupted");
+        }
+        if (moved_on()) break;
+        look_after(transfer, &deadline);
+      }
+    }
+  } catch (const Error& error) {
+    // Nothing may be moved into or out of the callers' arrays once this has thrown.
+    std::lock_guard lock(mutex_);
+    if (!transfer.done()) end_all(error);
+    if (error.status() == Status::interrupted) throw;
+  }
+  if (transfer.status_ != Status::ok) throw_status(transfer.status_, transfer.error_);
+}
+
+void PointToPoint::progress_in_background() {
+  std::lock_guard lock(mutex_);
+  if (pending_ == 0 || stopped_) return;
+  if (!background_running_) {
+    background_running_ = true;
+    std::thread([self = shared_from_this()] { self->background(); }).detach();
+  }
+  changed_.notify_all();
+}
+
+void PointToPoint::background() {
+  // Whoever starts a transfer usually waits for it at once: then this thread stays out of the way.
+  constexpr std::chrono::microseconds kGrace(300);
+  std::unique_lock lock(mutex_);
+  Flag& bell = group_->page(rank_).bell;
+  auto looked = Deadline::Clock::now();
+  while (!stopped_) {
+    changed_.wait(lock, [&] { return stopped_ || (pending_ > 0 && waiters_ == 0); });
+    changed_.wait_for(lock, kGrace, [&] { return stopped_; });
+    if (stopped_ || pending_ == 0 || waiters_ > 0) continue;
+    try {
+      Sleeper sleeper(bell);
+      const std::uint64_t seen = bell.load();
+      progress();
+      if (pending_ == 0) continue;
+      lock.unlock();
+      bell.sleep(seen, kLookAround);
+      lock.lock();
+      if (Deadline::Clock::now() - looked < kLookAround) continue;
+      looked = Deadline::Clock::now();
+      progress();
+      for (auto& queue : sends_)
+        if (!queue.empty()) look_after(*queue.front(), nullptr);
+      for (auto& receive : receives_) look_after(*receive, nullptr);
+      for (auto& incoming : incoming_)
+        if (incoming->receive != nullptr) look_after(*incoming->receive, nullptr);
+      group_->throw_if_unusable();
+    } catch (const Error& error) {
+      if (!lock.owns_lock()) lock.lock();
+      end_all(error);
+    }
+  }
+}
+
+void PointToPoint::stop() noexcept {
+  std::lock_guard lock(mutex_);
+  stopped_ = true;
+  end_all(Closed(str("group ", group_->name(), ": the communicator is closed")));
+}
+
+}  // namespace pyparallel::shm

@@ -1,0 +1,77 @@
+#include "shm/wait.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <ctime>
+
+#include "base/env.h"
+
+namespace pyparallel::shm {
+namespace {
+
+// The kernel compares 32 bits: the low half of the counter.
+std::uint32_t* futex_word(std::atomic<std::uint64_t>& value) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half is taken to come first");
+  return reinterpret_cast<std::uint32_t*>(&value);
+}
+
+// Steps of SpinBudget in a microsecond, measured once per process.
+std::uint32_t spins_per_microsecond() {
+  static const std::uint32_t measured = [] {
+    using Clock = std::chrono::steady_clock;
+    std::atomic<std::uint64_t> never{0};
+    double best = 0;
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      const auto start = Clock::now();
+      for (int i = 0; i < 200; ++i) {
+        (void)never.load(std::memory_order_acquire);
+#if defined(__x86_64__) || defined(__i386__)
+        __builtin_ia32_pause();
+#endif
+      }
+      const double us = std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+      best = std::max(best, 200 / std::max(us, 0.01));
+    }
+    return static_cast<std::uint32_t>(std::clamp(best, 1.0, 2000.0));
+  }();
+  return measured;
+}
+
+}  // namespace
+
+void Flag::wake() {
+  ::syscall(SYS_futex, futex_word(value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+bool Flag::sleep(std::uint64_t seen, std::chrono::nanoseconds limit) {
+  timespec time{};
+  time.tv_sec = static_cast<time_t>(limit.count() / 1000000000);
+  time.tv_nsec = static_cast<long>(limit.count() % 1000000000);
+  const long result = ::syscall(SYS_futex, futex_word(value), FUTEX_WAIT,
+                                static_cast<std::uint32_t>(seen), &time, nullptr, 0);
+  return !(result == -1 && errno == EINTR);
+}
+
+SpinBudget::SpinBudget(int ranks) {
+  const int asked = env::spin_us();
+  const bool crowded = ranks > usable_cores();
+  const int us = asked >= 0 ? asked : crowded ? 1 : 50;
+  most_ = static_cast<std::uint32_t>(us) * spins_per_microsecond();
+  least_ = std::min(most_, spins_per_microsecond());
+  budget_ = most_;
+}
+
+int usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return std::max(1, CPU_COUNT(&set));
+}
+
+}  // namespace pyparallel::shm
