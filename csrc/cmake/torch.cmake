@@ -2,8 +2,12 @@
 # pybind11 that torch brings, so that both speak of the same types and exceptions.
 # torch's own CMake package is not used: for a CUDA build of torch it insists on a whole CUDA toolkit.
 file(GLOB torch_sources CONFIGURE_DEPENDS torch/*.cpp)
-if(NOT torch_sources OR NOT PYPARALLEL_TORCH)
-  message(STATUS "torch.distributed backend: left out")
+if(NOT torch_sources)
+  set(torch_reason "this source tree has none")
+  return()
+elseif(NOT PYPARALLEL_TORCH)
+  set(torch_reason "PYPARALLEL_TORCH=0")
+  message(STATUS "torch.distributed backend: left out, ${torch_reason}")
   return()
 endif()
 
@@ -13,7 +17,8 @@ execute_process(
   RESULT_VARIABLE torch_status)
 if(NOT torch_status EQUAL 0)
   if(PYPARALLEL_TORCH STREQUAL "auto")
-    message(STATUS "torch.distributed backend: left out (${torch_missing})")
+    set(torch_reason "${torch_missing}")
+    message(STATUS "torch.distributed backend: left out, ${torch_reason}")
     return()
   endif()
   message(FATAL_ERROR "the torch.distributed backend was asked for (PYPARALLEL_TORCH=1), but "

@@ -5,7 +5,8 @@
 
 namespace pyparallel::python {
 
-void register_errors(pybind11::module_& m);  // errors.cpp: the first to be called
+void register_errors(pybind11::module_& m);   // errors.cpp: the first to be called
+void register_machine(pybind11::module_& m);  // machine.cpp
 
 // Weak: a build without the room's file is a build without the room.
 [[gnu::weak]] void register_communicator(pybind11::module_& m);  // communicator.cpp

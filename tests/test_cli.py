@@ -1,0 +1,69 @@
+"""`python -m pyparallel`: its commands are frozen here, so that a new one is a deliberate edit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pyparallel
+from pyparallel import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_commands():
+    assert set(cli.COMMANDS) == {"doctor", "bench"}
+
+
+def test_help_names_every_command(capsys):
+    assert cli.main([]) == 0
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in cli.COMMANDS)
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == pyparallel.__version__
+
+
+def test_unknown_command(capsys):
+    assert cli.main(["docter"]) == 2
+    assert "no command 'docter'" in capsys.readouterr().err
+
+
+def test_bench_outside_a_source_tree_says_where_it_is(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pyparallel", "bench"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(_package_alone(tmp_path))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "source tree" in done.stderr
+
+
+def _package_alone(folder: Path) -> Path:
+    alone = folder / "site"
+    alone.mkdir()
+    (alone / "pyparallel").symlink_to(ROOT / "pyparallel")
+    return alone
+
+
+def test_importing_the_package_loads_neither_torch_nor_the_core():
+    code = "import pyparallel, sys; print([m for m in sys.modules if 'torch' in m or '_core' in m])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("helper", ["cmake_dir", "get_include"])
+def test_paths_for_other_builds_exist_or_say_why(helper, monkeypatch, tmp_path):
+    assert Path(getattr(pyparallel, helper)()).is_dir()
+    monkeypatch.setattr(pyparallel, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(FileNotFoundError, match="pip install -e"):
+        getattr(pyparallel, helper)()
