@@ -1,4 +1,5 @@
 // For any CPU: the compiler lowers 16-byte vectors to what there is.
+// compile with -ffp-contract=off
 #define PYPARALLEL_VECTOR_BYTES 16
 #include "shm/reduce_vectors.h"
 

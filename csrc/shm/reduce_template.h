@@ -13,7 +13,7 @@
 #pragma once
 
 #include "shm/reduce_kernels.h"
-#include "shm/reduce_vectors.h"
+#include "shm/reduce_operations.h"
 
 namespace {
 
@@ -22,166 +22,16 @@ using pyparallel::ReduceOp;
 using pyparallel::shm::ReduceArgs;
 using pyparallel::shm::Store;
 
-// --- element types: how kWidth bytes become `parts` vectors to calculate with, and back ---------
-
-template <class T>
-struct Plain {
-  using V = typename VectorOf<T>::type;
-  static constexpr int parts = 1;
-  static constexpr std::size_t element = sizeof(T);
-  static void unpack(Bytes raw, V (&out)[1]) { out[0] = (V)raw; }
-  static Bytes pack(const V (&in)[1]) { return (Bytes)in[0]; }
-};
-
-// Any non-zero byte is true; results are 0 and 1.
-struct Boolean : Plain<std::uint8_t> {
-  static void unpack(Bytes raw, V (&out)[1]) { out[0] = (V)(raw != 0) & 1; }
-};
-
-// Every second element in each part: no shuffle is needed, and the order within does not matter.
-struct Bfloat {
-  using V = Floats;
-  static constexpr int parts = 2;
-  static constexpr std::size_t element = 2;
-  static void unpack(Bytes raw, V (&out)[2]) {
-    out[0] = (V)((Words)raw << 16);
-    out[1] = (V)((Words)raw & 0xffff0000u);
-  }
-  // The inputs hold no NaN but the canonical one, so the carry cannot turn a NaN into an infinity.
-  static Words rounded(V x) {
-    const Words bits = (Words)x;
-    return bits + 0x7fff + ((bits >> 16) & 1);
-  }
-  static Bytes pack(const V (&in)[2]) {
-    return (Bytes)((rounded(in[0]) >> 16) | (rounded(in[1]) & 0xffff0000u));
-  }
-};
-
-// NaN results are the canonical quiet NaN: which payload survives a + b depends on the order in
-// which a compiler hands the operands to the instruction. Other types pass through.
-template <class V>
-inline V canonical(V x) {
-  if constexpr (Lane<V>::floating) {
-    return x == x ? x : splat<V>(static_cast<typename Lane<V>::type>(__builtin_nan("")));
-  } else {
-    return x;
-  }
-}
-
-// --- operations: first(input 0), next(so far, input k), last(so far) -----------------------------
-
-struct Fold {
-  static constexpr bool special_cases = true;  // worth a loop each for 2, 3 and 4 inputs
-  explicit Fold(const ReduceArgs&) {}
-  template <class V>
-  V first(V x) const {
-    return x;
-  }
-  template <class V>
-  V last(V acc) const {
-    return acc;
-  }
-};
-
-struct Sum : Fold {
-  using Fold::Fold;
-  template <class V>
-  V next(V acc, V x, int) const {
-    return acc + x;
-  }
-};
-
-struct Product : Fold {
-  using Fold::Fold;
-  template <class V>
-  V next(V acc, V x, int) const {
-    return acc * x;
-  }
-};
-
-// A NaN on either side wins: the comparison with a NaN x is false and gives x.
-struct Min : Fold {
-  using Fold::Fold;
-  template <class V>
-  V next(V acc, V x, int) const {
-    return (acc < x) | (acc != acc) ? acc : x;
-  }
-};
-
-struct Max : Fold {
-  using Fold::Fold;
-  template <class V>
-  V next(V acc, V x, int) const {
-    return (acc > x) | (acc != acc) ? acc : x;
-  }
-};
-
-struct And : Fold {
-  using Fold::Fold;
-  template <class V>
-  V next(V acc, V x, int) const {
-    return acc & x;
-  }
-};
-
-struct Or : Fold {
-  using Fold::Fold;
-  template <class V>
-  V next(V acc, V x, int) const {
-    return acc | x;
-  }
-};
-
-struct Xor : Fold {
-  using Fold::Fold;
-  template <class V>
-  V next(V acc, V x, int) const {
-    return acc ^ x;
-  }
-};
-
-struct Average : Sum {
-  static constexpr bool special_cases = false;
-  explicit Average(const ReduceArgs& args) : Sum(args), divisor(args.divisor) {}
-  template <class V>
-  V last(V acc) const {
-    using T = typename Lane<V>::type;
-    if constexpr (Lane<V>::floating) {
-      return acc / splat<V>(static_cast<T>(divisor));
-    } else {
-      // In a type that holds the divisor, which may not fit an int8. (int for the narrow ones)
-      for (std::size_t i = 0; i < sizeof(V) / sizeof(T); ++i) {
-        acc[i] = static_cast<T>(acc[i] / static_cast<decltype(T{} + int{})>(divisor));
-      }
-      return acc;
-    }
-  }
-  int divisor;
-};
-
-struct PremulSum {
-  static constexpr bool special_cases = false;
-  explicit PremulSum(const ReduceArgs& args) : factors(args.factors) {}
-  template <class V>
-  V scaled(V x, int k) const {
-    return x * splat<V>(static_cast<typename Lane<V>::type>(factors[k]));
-  }
-  template <class V>
-  V first(V x) const {
-    return scaled(x, 0);
-  }
-  template <class V>
-  V next(V acc, V x, int k) const {
-    return acc + scaled(x, k);
-  }
-  template <class V>
-  V last(V acc) const {
-    return acc;
-  }
-  const double* factors;
-};
-
 // --- the loop -----------------------------------------------------------------------------------
+
+// The sanitizers do not see a non-temporal store: there it is an ordinary one.
+inline void store_streamed(std::byte* aligned, Bytes raw) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  store(aligned, raw);
+#else
+  stream(aligned, raw);
+#endif
+}
 
 // `kVectors` vectors at byte `at` of every array: all inputs are read before an output is written
 // (an output may be an input), the sums stay in registers. N is the number of inputs, 0 where it is
@@ -214,7 +64,7 @@ inline void tile(const ReduceArgs& args, const Op& op, std::size_t at, bool stre
     for (auto& part : acc[v]) part = canonical(op.last(part));
     const Bytes raw = Type::pack(acc[v]);
     if (streamed) {
-      stream(out + v * kWidth, raw);
+      store_streamed(out + v * kWidth, raw);
     } else {
       store(out + v * kWidth, raw);
     }
@@ -404,9 +254,9 @@ void copy_streamed(void* to, const void* from, std::size_t bytes) {
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) raw[v] = load(in + at + v * kWidth);
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) stream(out + at + v * kWidth, raw[v]);
+    for (int v = 0; v < 4; ++v) store_streamed(out + at + v * kWidth, raw[v]);
   }
-  for (; bytes - at >= kWidth; at += kWidth) stream(out + at, load(in + at));
+  for (; bytes - at >= kWidth; at += kWidth) store_streamed(out + at, load(in + at));
   std::memcpy(out + at, in + at, bytes - at);
   stream_fence();
 }
