@@ -1,0 +1,38 @@
+"""Communication between ranks: the communicator, its works and reductions, and its errors."""
+
+from pyparallel.comm.communicator import Communicator, Recv, Send
+from pyparallel.comm.reductions import Reduction, premul_sum
+from pyparallel.comm.work import Work
+from pyparallel.errors import (
+    Aborted,
+    Closed,
+    CommError,
+    Interrupted,
+    InvalidArgument,
+    Mismatch,
+    NoMemory,
+    PeerLost,
+    SystemCallError,
+    Timeout,
+    Unsupported,
+)
+
+__all__ = [
+    "Aborted",
+    "Closed",
+    "CommError",
+    "Communicator",
+    "Interrupted",
+    "InvalidArgument",
+    "Mismatch",
+    "NoMemory",
+    "PeerLost",
+    "Recv",
+    "Reduction",
+    "Send",
+    "SystemCallError",
+    "Timeout",
+    "Unsupported",
+    "Work",
+    "premul_sum",
+]

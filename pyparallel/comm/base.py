@@ -1,0 +1,119 @@
+"""What both halves of `Communicator` stand on: its seat in the core, refusing, starting a call."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from pyparallel import _core
+from pyparallel.comm.tensors import (
+    any_overlap,
+    contiguous,
+    give_back,
+    is_plain,
+    staging_for,
+)
+from pyparallel.comm.work import Work, milliseconds
+from pyparallel.errors import InvalidArgument
+
+# A call of the core: addresses of its plain inputs and outputs, and whether it is only queued.
+CoreCall = Callable[[list[int], list[int], bool], "_core.Work | None"]
+
+
+class Base:
+    """A seat in the core's group."""
+
+    def __init__(self, core: _core.Communicator) -> None:
+        self._core = core
+        self._rank = core.rank
+        self._world_size = core.size
+        self._timeout_ms = core.timeout_ms
+
+    def _ms(self, timeout: "float | timedelta | None") -> int:
+        return self._timeout_ms if timeout is None else milliseconds(timeout)
+
+    def _check_root(self, root: int) -> None:
+        if not isinstance(root, int) or not 0 <= root < self._world_size:
+            raise InvalidArgument(
+                f"root is {root!r}; expected a rank of this group: 0 to {self._world_size - 1}"
+            )
+
+    def _refused(self, op: str, error: Exception) -> Exception:
+        """Tells the other ranks, so that they raise and do not wait; gives what to raise here."""
+        self._core.refuse(op, str(error))
+        where = f'{op} #{self._core.sequence}, group "{self._core.name}", rank {self._rank}'
+        return type(error)(f"{where}: {error}")
+
+    def _start(
+        self,
+        call: CoreCall,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        result: Any,
+        async_op: bool,
+    ) -> Any:
+        """Runs or queues the core's call; through copies where tensors are not plain or overlap.
+
+        Queued calls copy when their turn comes, so that they see what earlier ones wrote.
+        """
+        direct = (
+            all(map(is_plain, sources))
+            and all(map(is_plain, targets))
+            and not any_overlap(sources, targets)
+        )
+
+        def run(queued: bool) -> "_core.Work | None":
+            if direct:
+                return call(_addresses(sources), _addresses(targets), queued)
+            arrays = [contiguous(x) for x in sources]
+            stagings = [staging_for(x, avoid=arrays) for x in targets]
+            call(_addresses(arrays), _addresses(stagings), False)
+            for staging, target in zip(stagings, targets, strict=True):
+                give_back(staging, target)
+            return None
+
+        return self._launch(run, direct, result, (sources, targets), async_op)
+
+    def _start_in_place(
+        self,
+        call: "Callable[[int, bool], _core.Work | None]",
+        x: Tensor,
+        async_op: bool,
+        written: bool = True,
+    ) -> Any:
+        """As `_start`, for a call that reads and writes one array."""
+        direct = is_plain(x)
+        if direct and not async_op:
+            call(x.data_ptr(), False)
+            return x
+
+        def run(queued: bool) -> "_core.Work | None":
+            if direct:
+                return call(x.data_ptr(), queued)
+            array = contiguous(x)
+            call(array.data_ptr(), False)
+            if written:
+                give_back(array, x)
+            return None
+
+        return self._launch(run, direct, x, x, async_op)
+
+    def _launch(
+        self,
+        run: "Callable[[bool], _core.Work | None]",
+        direct: bool,
+        result: Any,
+        tensors: Any,
+        async_op: bool,
+    ) -> Any:
+        if not async_op:
+            run(False)
+            return result
+        work = run(True) if direct else self._core.enqueue(lambda: run(False))
+        assert work is not None
+        return Work(work, result, owner=self._core, tensors=tensors)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [x.data_ptr() for x in tensors]

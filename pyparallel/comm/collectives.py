@@ -1,0 +1,380 @@
+"""The collectives of `Communicator`: arguments checked on this rank, then one call of the core.
+
+Every method goes the same way: check and shape the arguments; when that fails, refuse, so that the
+other ranks raise too; else run the core's call on plain arrays, through copies where a tensor is
+none (`Base._start`).
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from pyparallel.comm.arguments import Arguments
+from pyparallel.comm.reductions import DTYPES, Reduction, reduction_of
+from pyparallel.comm.shards import axis_of, shards_of_whole, to_front, whole_from_shard
+from pyparallel.comm.tensors import (
+    check_like,
+    checked,
+    checked_output,
+    is_plain,
+    tensor_list,
+)
+from pyparallel.errors import InvalidArgument
+
+# With async_op=True a call gives its Work, else its result.
+Ran = Any
+Seconds = float | timedelta | None
+_BAD_CALL = (TypeError, ValueError, RuntimeError)
+
+
+class Collectives(Arguments):
+    """The collective half of `Communicator`.
+
+    Common parameters:
+      async_op  start the call and give its `Work`; started calls run in order, after one another
+      timeout   seconds this call may take; None: the communicator's
+      out       where the result goes; without it a new tensor is made (or the call works in place,
+                where it says so)
+    Reductions `op`: "sum", "avg", "min", "max", "product", "band", "bor", "bxor", or
+    premul_sum(factor).
+    Integers wrap around as torch's do (int8: 120 + 100 gives -36).
+    """
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        op: str | Reduction = "sum",
+        *,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Ran:
+        """Reduces `x` over the ranks, in place, or into `out`; gives the tensor that was written.
+
+        All ranks get the same bits.
+        """
+        try:
+            reduction = op if type(op) is Reduction else reduction_of(op)
+            if not is_plain(x):
+                x = checked_output(x, "x") if out is None else checked(x, "x")
+            if out is not None:
+                out = out if is_plain(out) else checked_output(out, "out")
+                check_like(out, "out", x.shape, x.dtype)
+            ms = self._ms(timeout)
+        except _BAD_CALL as error:
+            raise self._refused("all_reduce", error) from None
+        all_reduce, code, factor = self._core.all_reduce, reduction.code, reduction.factor
+        dtype, count = DTYPES[x.dtype], x.numel()
+        if out is None:
+            return self._start_in_place(
+                lambda p, queued: all_reduce(p, p, count, dtype, code, factor, ms, queued),
+                x,
+                async_op,
+            )
+        return self._start(
+            lambda ins, outs, queued: all_reduce(
+                ins[0], outs[0], count, dtype, code, factor, ms, queued
+            ),
+            [x],
+            [out],
+            out,
+            async_op,
+        )
+
+    def reduce(
+        self,
+        x: Tensor,
+        op: str | Reduction = "sum",
+        *,
+        root: int = 0,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Ran:
+        """Reduces `x` over the ranks on the root, in place or into `out`; gives that tensor.
+
+        Elsewhere nothing is written, and `x` is given back (or `out`, as it was).
+        """
+        try:
+            reduction = reduction_of(op)
+            self._check_root(root)
+            x = checked_output(x, "x") if out is None else checked(x, "x")
+            if out is not None:
+                out = checked_output(out, "out")
+                check_like(out, "out", x.shape, x.dtype)
+            ms = self._ms(timeout)
+        except _BAD_CALL as error:
+            raise self._refused("reduce", error) from None
+        dtype, count = DTYPES[x.dtype], x.numel()
+        target = x if out is None else out
+        on_root = root == self._rank
+
+        def call(ins: list[int], outs: list[int], queued: bool) -> Any:
+            where = outs[0] if on_root else 0
+            return self._core.reduce(
+                ins[0], where, count, dtype, reduction.code, reduction.factor, root, ms, queued
+            )
+
+        return self._start(call, [x], [target] if on_root else [], target, async_op)
+
+    def broadcast(
+        self, x: Tensor, root: int = 0, *, async_op: bool = False, timeout: Seconds = None
+    ) -> Ran:
+        """Gives every rank the root's `x`, in place; gives `x`."""
+        try:
+            self._check_root(root)
+            if not is_plain(x):
+                x = checked(x, "x") if root == self._rank else checked_output(x, "x")
+            ms = self._ms(timeout)
+        except _BAD_CALL as error:
+            raise self._refused("broadcast", error) from None
+        dtype, count, broadcast = DTYPES[x.dtype], x.numel(), self._core.broadcast
+        return self._start_in_place(
+            lambda p, queued: broadcast(p, count, dtype, root, ms, queued),
+            x,
+            async_op,
+            written=root != self._rank,
+        )
+
+    def all_gather(
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | Sequence[Tensor] | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Ran:
+        """Gives every rank the `x` of all ranks, in rank order: joined along `dim`, or as a list.
+
+        Uneven: `sizes[r]` is rank r's size of `dim`. With a list of tensors as `out`, out[r]
+        receives rank r's `x` and may have any shape of as many elements. A 0-dimensional `x` counts
+        as one row.
+        """
+        try:
+            x = x if is_plain(x) else checked(x, "x")
+            ms = self._ms(timeout)
+            if isinstance(out, Sequence):
+                result: Any = out
+                outs, counts = self._list_out(x, out, dim, sizes)
+                ins = [x]
+            else:
+                whole = whole_from_shard(x.shape, dim, sizes, self._rank, self._world_size)
+                result = self._out(out, whole.shape, x.dtype)
+                ins = [to_front(x, whole.dim) if x.dim() else x]
+                outs, counts = [to_front(result, whole.dim)], whole.counts
+        except _BAD_CALL as error:
+            raise self._refused("all_gather", error) from None
+        code, gather = DTYPES[x.dtype], self._core.all_gather
+        return self._start(
+            lambda p, q, queued: gather(code, p[0], _blocks(q, counts), counts, ms, queued),
+            ins,
+            outs,
+            result,
+            async_op,
+        )
+
+    def reduce_scatter(
+        self,
+        x: Tensor | Sequence[Tensor],
+        op: str | Reduction = "sum",
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Ran:
+        """Reduces `x` over the ranks and gives each rank its own shard along `dim`.
+
+        Uneven: `sizes[r]` is the size of rank r's shard; without it `dim` must divide by the number
+        of ranks. `x` may be a list: x[r] is what is reduced for rank r.
+        """
+        try:
+            reduction = reduction_of(op)
+            ms = self._ms(timeout)
+            if isinstance(x, Sequence):
+                ins, counts, shape = self._list_in(x, dim, sizes)
+                axis, dtype = 0, ins[0].dtype
+            else:
+                x = x if is_plain(x) else checked(x, "x")
+                shards = shards_of_whole(x.shape, dim, sizes, self._world_size)
+                axis, dtype, counts = shards.dim, x.dtype, shards.counts
+                ins, shape = [to_front(x, axis)], shards.shard_shape(self._rank)
+            result = self._out(out, shape, dtype)
+        except _BAD_CALL as error:
+            raise self._refused("reduce_scatter", error) from None
+
+        def call(p: list[int], q: list[int], queued: bool) -> Any:
+            return self._core.reduce_scatter(
+                DTYPES[dtype],
+                _blocks(p, counts),
+                counts,
+                q[0],
+                reduction.code,
+                reduction.factor,
+                ms,
+                queued,
+            )
+
+        return self._start(call, ins, [to_front(result, axis)], result, async_op)
+
+    def all_to_all(
+        self,
+        x: Tensor | Sequence[Tensor],
+        *,
+        dim: int = 0,
+        in_sizes: Sequence[int] | None = None,
+        out_sizes: Sequence[int] | None = None,
+        out: Tensor | Sequence[Tensor] | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Ran:
+        """Sends shard r of `x` to rank r and joins what comes from the ranks, along `dim`.
+
+        Uneven: `in_sizes[r]` go to rank r, `out_sizes[r]` come from it. With lists `x` and `out`,
+        x[r] goes to rank r and out[r] receives from it.
+        """
+        try:
+            ms = self._ms(timeout)
+            if isinstance(x, Sequence):
+                if not isinstance(out, Sequence) or in_sizes or out_sizes:
+                    raise InvalidArgument(
+                        "with a list x, pass a list out, and no in_sizes, out_sizes"
+                    )
+                ins, in_counts, _ = self._list_in(x, dim, None)
+                result: Any = out
+                dtype = ins[0].dtype
+                outs = tensor_list(out, "out", self._world_size, checked_output, dtype)
+                out_counts = [t.numel() for t in outs]
+            else:
+                x = x if is_plain(x) else checked(x, "x")
+                sent, received = self._exchange(x, dim, in_sizes, out_sizes)
+                if isinstance(out, Sequence):
+                    raise InvalidArgument("with a tensor x, pass a tensor out (or a list for both)")
+                result = self._out(out, received.shape, x.dtype)
+                dtype, in_counts, out_counts = x.dtype, sent.counts, received.counts
+                ins, outs = [to_front(x, sent.dim)], [to_front(result, received.dim)]
+        except _BAD_CALL as error:
+            raise self._refused("all_to_all", error) from None
+        code, exchange = DTYPES[dtype], self._core.all_to_all
+        return self._start(
+            lambda p, q, queued: exchange(
+                code,
+                _blocks(p, in_counts),
+                in_counts,
+                _blocks(q, out_counts),
+                out_counts,
+                ms,
+                queued,
+            ),
+            ins,
+            outs,
+            result,
+            async_op,
+        )
+
+    def scatter(
+        self,
+        x: Tensor | Sequence[Tensor] | None,
+        out: Tensor,
+        *,
+        root: int = 0,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Ran:
+        """Gives each rank its shard of the root's `x` along `dim`, in `out`; gives `out`.
+
+        `x` is None except on the root, and may be a list: x[r] goes to rank r. Uneven: `sizes[r]`
+        is the size of rank r's shard.
+        """
+        ins: list[Tensor] = []
+        counts: list[int] = []
+        try:
+            self._check_root(root)
+            ms = self._ms(timeout)
+            target = checked_output(out, "out")
+            axis = 0
+            if root == self._rank:
+                if isinstance(x, Sequence):
+                    ins, counts, shape = self._list_in(x, dim, sizes)
+                else:
+                    whole = checked(x, "x")
+                    shards = shards_of_whole(whole.shape, dim, sizes, self._world_size)
+                    axis, counts, shape = shards.dim, shards.counts, shards.shard_shape(root)
+                    ins = [to_front(whole, axis)]
+                check_like(target, "out", shape, ins[0].dtype)
+            else:
+                if x is not None:
+                    raise InvalidArgument(f"x is for the root (rank {root}); pass None elsewhere")
+                axis = axis_of(target.shape, dim, "out") if target.dim() else 0
+        except _BAD_CALL as error:
+            raise self._refused("scatter", error) from None
+        code, count = DTYPES[target.dtype], target.numel()
+
+        def call(p: list[int], q: list[int], queued: bool) -> Any:
+            blocks = _blocks(p, counts) if p else []
+            return self._core.scatter(code, root, blocks, counts, q[0], count, ms, queued)
+
+        return self._start(call, ins, [to_front(target, axis)], out, async_op)
+
+    def gather(
+        self,
+        x: Tensor,
+        *,
+        root: int = 0,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | Sequence[Tensor] | None = None,
+        async_op: bool = False,
+        timeout: Seconds = None,
+    ) -> Ran:
+        """As `all_gather`, on the root only; elsewhere an empty tensor is given."""
+        outs: list[Tensor] = []
+        counts: list[int] = []
+        try:
+            self._check_root(root)
+            x = checked(x, "x")
+            ms = self._ms(timeout)
+            if isinstance(out, Sequence):
+                result: Any = out
+                outs, counts = self._list_out(x, out, dim, sizes)
+                source = x
+            else:
+                whole = whole_from_shard(x.shape, dim, sizes, self._rank, self._world_size)
+                source = to_front(x, whole.dim) if x.dim() else x
+                if root == self._rank:
+                    result = self._out(out, whole.shape, x.dtype)
+                    outs, counts = [to_front(result, whole.dim)], whole.counts
+                else:
+                    result = x.new_empty(
+                        (*whole.shape[: whole.dim], 0, *whole.shape[whole.dim + 1 :])
+                    )
+            if root != self._rank and out is not None:
+                raise InvalidArgument(f"out is for the root (rank {root}); pass None elsewhere")
+        except _BAD_CALL as error:
+            raise self._refused("gather", error) from None
+        code, count = DTYPES[x.dtype], x.numel()
+
+        def call(p: list[int], q: list[int], queued: bool) -> Any:
+            blocks = _blocks(q, counts) if q else []
+            return self._core.gather(code, root, p[0], count, blocks, counts, ms, queued)
+
+        return self._start(call, [source], outs, result, async_op)
+
+    def barrier(self, *, async_op: bool = False, timeout: Seconds = None) -> Ran:
+        """Returns when every rank has called it."""
+        ms = self._ms(timeout)
+        return self._start(
+            lambda p, q, queued: self._core.barrier(ms, queued), [], [], None, async_op
+        )
+
+
+def _blocks(addresses: list[int], counts: list[int]) -> int | list[int]:
+    """One address stands for consecutive blocks."""
+    return addresses[0] if len(addresses) == 1 and len(counts) > 1 else addresses
