@@ -15,9 +15,18 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+
+
+class CleanBuild(build):
+    """A wheel holds what the tree has now, not what an earlier wheel left in the build folder."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
 
 
 class CMakeBuild(build_ext):
@@ -97,5 +106,5 @@ def _run(*command: str) -> None:
 
 setup(
     ext_modules=[Extension("pyparallel._core", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build": CleanBuild, "build_ext": CMakeBuild},
 )
