@@ -10,9 +10,11 @@ from pyparallel import _core
 from pyparallel.comm.tensors import (
     any_overlap,
     contiguous,
+    disjoint,
     give_back,
-    is_plain,
+    is_array,
     staging_for,
+    written,
 )
 from pyparallel.comm.work import Work, milliseconds
 from pyparallel.errors import InvalidArgument
@@ -43,7 +45,8 @@ class Base:
         """Tells the other ranks, so that they raise and do not wait; gives what to raise here."""
         self._core.refuse(op, str(error))
         where = f'{op} #{self._core.sequence}, group "{self._core.name}", rank {self._rank}'
-        return type(error)(f"{where}: {error}")
+        told = type(error) if isinstance(error, (TypeError, ValueError)) else InvalidArgument
+        return told(f"{where}: {error}")
 
     def _start(
         self,
@@ -57,15 +60,25 @@ class Base:
 
         Queued calls copy when their turn comes, so that they see what earlier ones wrote.
         """
-        direct = (
-            all(map(is_plain, sources))
-            and all(map(is_plain, targets))
-            and not any_overlap(sources, targets)
-        )
+        if len(sources) == 1 and len(targets) == 1:
+            source, target = sources[0], targets[0]
+            direct = is_array(source) and is_array(target) and disjoint(source, target)
+            if direct and not async_op:
+                call([source.data_ptr()], [target.data_ptr()], False)
+                written(targets)
+                return result
+        else:
+            direct = (
+                all(map(is_array, sources))
+                and all(map(is_array, targets))
+                and not any_overlap(sources, targets)
+            )
 
         def run(queued: bool) -> "_core.Work | None":
             if direct:
-                return call(_addresses(sources), _addresses(targets), queued)
+                work = call(_addresses(sources), _addresses(targets), queued)
+                written(targets)
+                return work
             arrays = [contiguous(x) for x in sources]
             stagings = [staging_for(x, avoid=arrays) for x in targets]
             call(_addresses(arrays), _addresses(stagings), False)
@@ -80,22 +93,18 @@ class Base:
         call: "Callable[[int, bool], _core.Work | None]",
         x: Tensor,
         async_op: bool,
-        written: bool = True,
+        writes: bool = True,
     ) -> Any:
         """As `_start`, for a call that reads and writes one array."""
-        direct = is_plain(x)
-        if direct and not async_op:
-            call(x.data_ptr(), False)
-            return x
+        direct = is_array(x)
 
         def run(queued: bool) -> "_core.Work | None":
-            if direct:
-                return call(x.data_ptr(), queued)
-            array = contiguous(x)
-            call(array.data_ptr(), False)
-            if written:
+            array = x if direct else contiguous(x)
+            work = call(array.data_ptr(), queued)
+            if writes:
                 give_back(array, x)
-            return None
+                written([x])
+            return work
 
         return self._launch(run, direct, x, x, async_op)
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyparallel.comm.arguments import Arguments
-from pyparallel.comm.reductions import DTYPES, Reduction, reduction_of
+from pyparallel.comm.reductions import DTYPES, REDUCTIONS, Reduction, reduction_of
 from pyparallel.comm.shards import axis_of, shards_of_whole, to_front, whole_from_shard
 from pyparallel.comm.tensors import (
     check_like,
@@ -20,13 +21,13 @@ from pyparallel.comm.tensors import (
     checked_output,
     is_plain,
     tensor_list,
+    written,
 )
 from pyparallel.errors import InvalidArgument
 
 # With async_op=True a call gives its Work, else its result.
 Ran = Any
 Seconds = float | timedelta | None
-_BAD_CALL = (TypeError, ValueError, RuntimeError)
 
 
 class Collectives(Arguments):
@@ -55,15 +56,24 @@ class Collectives(Arguments):
 
         All ranks get the same bits.
         """
+        if out is None and timeout is None and not async_op and is_plain(x):
+            known = REDUCTIONS.get(op) if type(op) is str else None
+            if known is not None:  # the common case, on the shortest way
+                p, dtype = x.data_ptr(), DTYPES[x.dtype]
+                self._core.all_reduce(
+                    p, p, x.numel(), dtype, known.code, 1.0, self._timeout_ms, False
+                )
+                written((x,))
+                return x
         try:
-            reduction = op if type(op) is Reduction else reduction_of(op)
+            reduction = reduction_of(op)
             if not is_plain(x):
                 x = checked_output(x, "x") if out is None else checked(x, "x")
             if out is not None:
                 out = out if is_plain(out) else checked_output(out, "out")
                 check_like(out, "out", x.shape, x.dtype)
             ms = self._ms(timeout)
-        except _BAD_CALL as error:
+        except Exception as error:
             raise self._refused("all_reduce", error) from None
         all_reduce, code, factor = self._core.all_reduce, reduction.code, reduction.factor
         dtype, count = DTYPES[x.dtype], x.numel()
@@ -105,7 +115,7 @@ class Collectives(Arguments):
                 out = checked_output(out, "out")
                 check_like(out, "out", x.shape, x.dtype)
             ms = self._ms(timeout)
-        except _BAD_CALL as error:
+        except Exception as error:
             raise self._refused("reduce", error) from None
         dtype, count = DTYPES[x.dtype], x.numel()
         target = x if out is None else out
@@ -128,14 +138,14 @@ class Collectives(Arguments):
             if not is_plain(x):
                 x = checked(x, "x") if root == self._rank else checked_output(x, "x")
             ms = self._ms(timeout)
-        except _BAD_CALL as error:
+        except Exception as error:
             raise self._refused("broadcast", error) from None
         dtype, count, broadcast = DTYPES[x.dtype], x.numel(), self._core.broadcast
         return self._start_in_place(
             lambda p, queued: broadcast(p, count, dtype, root, ms, queued),
             x,
             async_op,
-            written=root != self._rank,
+            writes=root != self._rank,
         )
 
     def all_gather(
@@ -154,6 +164,7 @@ class Collectives(Arguments):
         receives rank r's `x` and may have any shape of as many elements. A 0-dimensional `x` counts
         as one row.
         """
+        counts: int | list[int]
         try:
             x = x if is_plain(x) else checked(x, "x")
             ms = self._ms(timeout)
@@ -161,12 +172,16 @@ class Collectives(Arguments):
                 result: Any = out
                 outs, counts = self._list_out(x, out, dim, sizes)
                 ins = [x]
+            elif out is None and sizes is None and dim == 0 and x.dim() > 0:  # the common case
+                shape = x.shape
+                result = torch.empty((shape[0] * self._world_size, *shape[1:]), dtype=x.dtype)
+                ins, outs, counts = [x], [result], x.numel()
             else:
                 whole = whole_from_shard(x.shape, dim, sizes, self._rank, self._world_size)
                 result = self._out(out, whole.shape, x.dtype)
                 ins = [to_front(x, whole.dim) if x.dim() else x]
                 outs, counts = [to_front(result, whole.dim)], whole.counts
-        except _BAD_CALL as error:
+        except Exception as error:
             raise self._refused("all_gather", error) from None
         code, gather = DTYPES[x.dtype], self._core.all_gather
         return self._start(
@@ -205,7 +220,7 @@ class Collectives(Arguments):
                 axis, dtype, counts = shards.dim, x.dtype, shards.counts
                 ins, shape = [to_front(x, axis)], shards.shard_shape(self._rank)
             result = self._out(out, shape, dtype)
-        except _BAD_CALL as error:
+        except Exception as error:
             raise self._refused("reduce_scatter", error) from None
 
         def call(p: list[int], q: list[int], queued: bool) -> Any:
@@ -258,7 +273,7 @@ class Collectives(Arguments):
                 result = self._out(out, received.shape, x.dtype)
                 dtype, in_counts, out_counts = x.dtype, sent.counts, received.counts
                 ins, outs = [to_front(x, sent.dim)], [to_front(result, received.dim)]
-        except _BAD_CALL as error:
+        except Exception as error:
             raise self._refused("all_to_all", error) from None
         code, exchange = DTYPES[dtype], self._core.all_to_all
         return self._start(
@@ -313,7 +328,7 @@ class Collectives(Arguments):
                 if x is not None:
                     raise InvalidArgument(f"x is for the root (rank {root}); pass None elsewhere")
                 axis = axis_of(target.shape, dim, "out") if target.dim() else 0
-        except _BAD_CALL as error:
+        except Exception as error:
             raise self._refused("scatter", error) from None
         code, count = DTYPES[target.dtype], target.numel()
 
@@ -357,7 +372,7 @@ class Collectives(Arguments):
                     )
             if root != self._rank and out is not None:
                 raise InvalidArgument(f"out is for the root (rank {root}); pass None elsewhere")
-        except _BAD_CALL as error:
+        except Exception as error:
             raise self._refused("gather", error) from None
         code, count = DTYPES[x.dtype], x.numel()
 
@@ -375,6 +390,7 @@ class Collectives(Arguments):
         )
 
 
-def _blocks(addresses: list[int], counts: list[int]) -> int | list[int]:
+def _blocks(addresses: list[int], counts: int | list[int]) -> int | list[int]:
     """One address stands for consecutive blocks."""
-    return addresses[0] if len(addresses) == 1 and len(counts) > 1 else addresses
+    listed = isinstance(counts, list) and len(counts) == len(addresses)
+    return addresses if listed else addresses[0]

@@ -1,15 +1,15 @@
 """How a tensor falls into one shard per rank along a dimension, even or not."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
 from pyparallel.errors import InvalidArgument
 
 
-@dataclass(frozen=True)
-class Shards:
+class Shards(NamedTuple):
     """Shards along `dim` of a whole of `shape`; shard r has `sizes[r]` of that dimension."""
 
     shape: tuple[int, ...]
@@ -19,29 +19,16 @@ class Shards:
     @property
     def counts(self) -> list[int]:
         """Elements of each shard."""
-        rest = 1
-        for axis, n in enumerate(self.shape):
-            if axis != self.dim:
-                rest *= n
+        rest = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
         return [size * rest for size in self.sizes]
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], self.sizes[rank], *self.shape[self.dim + 1 :])
 
-    @property
-    def front_shape(self) -> tuple[int, ...]:
-        """Of the whole with `dim` moved to the front, where shards are consecutive."""
-        return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
-
 
 def to_front(x: Tensor, dim: int) -> Tensor:
     """A view with `dim` first."""
     return x if dim == 0 else x.movedim(dim, 0)
-
-
-def from_front(x: Tensor, dim: int) -> Tensor:
-    """The inverse of `to_front`."""
-    return x if dim == 0 else x.movedim(0, dim)
 
 
 def axis_of(shape: Sequence[int], dim: int, what: str) -> int:
@@ -59,7 +46,8 @@ def whole_from_shard(
     dim = axis_of(shape, dim, "x")
     if sizes is None:
         sizes = [shape[dim]] * world_size
-    _check_sizes(sizes, world_size, "sizes")
+    else:
+        _check_sizes(sizes, world_size, "sizes")
     if sizes[rank] != shape[dim]:
         raise InvalidArgument(
             f"sizes[{rank}] is {sizes[rank]}, but dim {dim} of this rank's x is {shape[dim]} "
@@ -89,7 +77,8 @@ def shards_of_whole(
                 f"for uneven shards pass {what}, such as {what}={uneven}"
             )
         sizes = [shape[dim] // world_size] * world_size
-    _check_sizes(sizes, world_size, what)
+    else:
+        _check_sizes(sizes, world_size, what)
     if sum(sizes) != shape[dim]:
         raise InvalidArgument(
             f"{what} {list(sizes)} add up to {sum(sizes)}, but dim {dim} of x is {shape[dim]} "

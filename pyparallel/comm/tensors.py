@@ -5,6 +5,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from pyparallel.comm.reductions import DTYPES
 from pyparallel.errors import InvalidArgument
@@ -24,6 +25,11 @@ def is_plain(x: object) -> bool:
         and not x.is_neg()
         and x.dtype in DTYPES
     )
+
+
+def is_array(x: Tensor) -> bool:
+    """The same of a tensor that has passed `checked`."""
+    return x.is_contiguous() and not x.is_neg()
 
 
 def checked(x: object, what: str) -> Tensor:
@@ -74,9 +80,23 @@ def contiguous(x: Tensor) -> Tensor:
 
 def staging_for(x: Tensor, *, avoid: Sequence[Tensor] = ()) -> Tensor:
     """`x` itself where the core may write it, else an array to write and then `give_back`."""
-    if x.is_contiguous() and not x.is_neg() and not any(overlap(x, other) for other in avoid):
+    if is_array(x) and not any(overlap(x, other) for other in avoid):
         return x
     return torch.empty(x.shape, dtype=x.dtype)
+
+
+def disjoint(a: Tensor, b: Tensor) -> bool:
+    """Whether two arrays are the same or touch no common byte."""
+    start_a, start_b = a.data_ptr(), b.data_ptr()
+    bytes_a, bytes_b = a.nbytes, b.nbytes
+    if start_a == start_b:
+        return bytes_a == bytes_b or bytes_a == 0 or bytes_b == 0
+    return start_a + bytes_a <= start_b or start_b + bytes_b <= start_a
+
+
+def written(tensors: Sequence[Tensor]) -> None:
+    """Tells autograd: a backward pass that has saved an old value must raise, not use it."""
+    increment_version([x for x in tensors if not x.is_inference()])
 
 
 def give_back(staging: Tensor, x: Tensor) -> None:
@@ -100,11 +120,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def any_overlap(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    """Whether a source and a target touch common bytes, other than by being the same array."""
-    if len(sources) == 1 and len(targets) == 1:
-        a, b = sources[0], targets[0]
-        same = a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
-        return not same and overlap(a, b)
+    """Whether a source and a target touch common bytes."""
     spans = [(*_extent(x), False) for x in sources if x.numel()]
     spans += [(*_extent(x), True) for x in targets if x.numel()]
     ends = {False: 0, True: 0}  # of the sources, of the targets met so far

@@ -115,9 +115,9 @@ def exact(inputs: Sequence[Tensor], op: str) -> Tensor:
 def float64(inputs: Sequence[Tensor], op: str) -> tuple[Tensor, Tensor]:
     """The reduction in float64, and the largest distance from it that rounding explains.
 
-    Sums: each of n - 1 additions, n products with a factor and the division errs by eps of the
-    accumulation type relative to the sum of magnitudes; products: n roundings relative to the result.
-    The result is rounded once to its own type (half an ulp, and half the least subnormal).
+    Sums: each addition, product with a factor and division errs by eps of the accumulation type
+    relative to the sum of magnitudes; products: by as many eps of the result. The result is rounded
+    once to its own type (half an ulp, and half the least subnormal).
     """
     dtype, n = inputs[0].dtype, len(inputs)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
