@@ -1,0 +1,92 @@
+"""Builds the emulated kernels with g++ and the real ones with nvcc; results are kept by content."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATION = ROOT / "tests" / "cuda" / "emulation"
+KEPT = ROOT / "build" / "tests" / "cuda"
+CORE = ("cuda/calls.cpp", "cuda/choice.cpp", "cuda/loader.cpp", "base/error.cpp")
+SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
+
+
+def _fingerprint(command: list[str], folders: list[Path]) -> str:
+    digest = hashlib.sha256("\0".join(command).encode())
+    for folder in folders:
+        for path in sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES):
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def _checked(command: list[str]) -> str:
+    done = run(command, timeout=300)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def emulation(sources: list[str], sanitizers: str, *defines: str) -> Path:
+    """A program of emulation sources and the host half of csrc/cuda, under these sanitizers."""
+    compiler = os.environ.get("CXX", "g++")
+    flags = [
+        # The other sanitizers take four times as long to compile optimised code.
+        "-O1" if sanitizers == "thread" else "-O0",
+        *("-std=c++20", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas"),
+        *("-pthread", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"),
+        *("-DPYPARALLEL_CUDA_EMULATION", f"-I{ROOT / 'csrc'}", f"-I{EMULATION}"),
+        *(f"-D{define}" for define in defines),
+    ]
+    files = [EMULATION / name for name in sources] + [ROOT / "csrc" / name for name in CORE]
+    folders = [EMULATION, ROOT / "csrc" / "cuda", ROOT / "csrc" / "base"]
+    key = _fingerprint([compiler, *flags, *map(str, files)], folders)
+    folder = KEPT / key
+    program = folder / "emulation"
+    if program.exists():
+        return program
+    folder.mkdir(parents=True, exist_ok=True)
+    launcher = [ccache] if (ccache := shutil.which("ccache")) else []
+
+    def compile_one(source: Path) -> str:
+        target = folder / f"{source.stem}.o"
+        _checked([*launcher, compiler, *flags, "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        objects = list(pool.map(compile_one, files))
+    _checked([compiler, *flags, *objects, "-ldl", "-o", f"{program}.new"])
+    Path(f"{program}.new").rename(program)
+    return program
+
+
+def nvcc() -> str | None:
+    """Path of the CUDA compiler, None where there is none."""
+    found = shutil.which("nvcc")
+    default = Path("/usr/local/cuda/bin/nvcc")
+    return found or (str(default) if default.exists() else None)
+
+
+def compiled_kernels(arch: str) -> tuple[Path, Path, str]:
+    """Cubin and PTX of all kernels for one architecture, and what the assembler said of them."""
+    compiler = nvcc()
+    assert compiler is not None
+    source = ROOT / "csrc" / "cuda" / "kernels.cu"
+    flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", f"-arch=sm_{arch}"]
+    folders = [ROOT / "csrc" / "cuda", ROOT / "csrc" / "base"]
+    folder = KEPT / _fingerprint([compiler, *flags], folders)
+    cubin, ptx, report = folder / "kernels.cubin", folder / "kernels.ptx", folder / "report.txt"
+    if not report.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _checked([compiler, *flags, "-ptx", str(source), "-o", str(ptx)])
+        said = _checked(
+            [compiler, *flags, "-Xptxas", "-v", "-cubin", str(source), "-o", str(cubin)]
+        )
+        report.write_text(said)
+    return cubin, ptx, report.read_text()
