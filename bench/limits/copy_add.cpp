@@ -1,12 +1,14 @@
 // The limit to approach: a sum over ranks by nothing but copies and additions in shared memory.
 //
-// No checks, no waiting but spinning, no other types, called from C in a loop: what is left is what
-// the memory and the cache lines between the cores allow for this algorithm. Built by
-// bench/providers/limit.py; not a part of the library.
+// No checks, no waiting but spinning (with a yield for a busy machine), no other types, called from
+// C in a loop: what is left is what the memory and the cache lines between the cores allow for this
+// algorithm. Built by bench/providers/limit.py; not a part of the library.
 //
-// Protocol: rank r copies a chunk of its input to its slot and raises its flag to the chunk's number
-// (release); waits for all flags (acquire); adds the slots in rank order. Two slots in turn, and a
-// rank is never two chunks ahead of a reader, because every chunk waits for all.
+// Protocol: rank r copies a chunk of its input to its slot and raises its flag to the chunk's
+// number (release); waits for all flags (acquire); adds the slots in rank order. Two slots in turn,
+// and a rank is never two chunks ahead of a reader, because every chunk waits for all.
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -20,6 +22,17 @@ constexpr std::size_t kChunk = 32768;  // floats: 128 KB, so that a slot stays i
 struct alignas(64) Flag {
   std::atomic<std::uint64_t> value;
 };
+
+// Spins; past what a wait takes when every rank has its core, lets others have this one.
+void wait_for(const Flag& flag, std::uint64_t chunk) {
+  for (int spins = 0; flag.value.load(std::memory_order_acquire) < chunk; ++spins) {
+    if (spins < 20000) {
+      __builtin_ia32_pause();
+    } else {
+      sched_yield();
+    }
+  }
+}
 
 struct Limit {
   Flag* flags;
@@ -38,7 +51,7 @@ struct Limit {
       std::memcpy(slot(rank, chunk), data + begin, n * sizeof(float));
       flags[rank].value.store(chunk, std::memory_order_release);
       for (int r = 0; r < world; ++r) {
-        while (flags[r].value.load(std::memory_order_acquire) < chunk) __builtin_ia32_pause();
+        wait_for(flags[r], chunk);
       }
       float* __restrict out = data + begin;
       const float* __restrict first = slot(0, chunk);
@@ -57,9 +70,7 @@ struct Limit {
 
 extern "C" {
 
-std::size_t limit_bytes(int world) {
-  return world * (sizeof(Flag) + 2 * kChunk * sizeof(float));
-}
+std::size_t limit_bytes(int world) { return world * (sizeof(Flag) + 2 * kChunk * sizeof(float)); }
 
 // `memory`: limit_bytes(world) zero bytes, cache-line aligned, shared by all ranks.
 void* limit_create(void* memory, int rank, int world) {

@@ -37,7 +37,7 @@ PROVIDERS: dict[str, Entry] = {
         "bench.providers.mpi:Mpi",
         ("mpi4py",),
         ("mpiexec",),
-        mend="apt-get install mpich; pip install mpi4py",
+        mend="apt-get install mpich libmpich-dev; pip install --no-binary mpi4py mpi4py",
         launcher=("mpiexec",),
     ),
     "deepspeed": Entry(

@@ -1,6 +1,6 @@
 """Contestant: plain C++ copy-and-add over shared memory (limits/copy_add.cpp), as a bound.
 
-It spins without end, so it only takes part where every rank has a core to itself.
+It spins, so it only takes part where every rank has a core to itself.
 """
 
 from __future__ import annotations
