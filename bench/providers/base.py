@@ -28,6 +28,11 @@ class Setup:
     timeout: float  # seconds
     busy: bool
 
+    @property
+    def neighbours(self) -> tuple[int, int]:
+        """Next and previous rank of the ring."""
+        return (self.rank + 1) % self.world, (self.rank - 1) % self.world
+
 
 @dataclass(frozen=True)
 class Buffers:

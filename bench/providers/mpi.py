@@ -109,8 +109,7 @@ class Mpi(Provider):
         return self.comm.Barrier
 
     def send_recv(self, case: Case, b: Buffers) -> Call:
-        rank, world = self.setup.rank, self.setup.world
-        after, before = (rank + 1) % world, (rank - 1) % world
+        after, before = self.setup.neighbours
         x, y = self._spec(b.x), self._spec(b.y)
 
         def first() -> None:
@@ -121,11 +120,10 @@ class Mpi(Provider):
             self.comm.Recv(y, before)
             self.comm.Send(y, after)
 
-        return first if rank == 0 else other
+        return first if self.setup.rank == 0 else other
 
     def exchange(self, case: Case, b: Buffers) -> Call:
-        rank, world = self.setup.rank, self.setup.world
-        after, before = (rank + 1) % world, (rank - 1) % world
+        after, before = self.setup.neighbours
         x, y = self._spec(b.x), self._spec(b.y)
         return lambda: self.comm.Sendrecv(x, after, recvbuf=y, source=before)
 

@@ -76,7 +76,7 @@ class TorchDistributed(Provider):
         return lambda: dist.barrier(group=self.group)
 
     def send_recv(self, case: Case, b: Buffers) -> Call:
-        after, before = self._neighbours()
+        after, before = self.setup.neighbours
 
         def first() -> None:
             dist.send(b.x, after, group=self.group)
@@ -89,7 +89,7 @@ class TorchDistributed(Provider):
         return first if self.setup.rank == 0 else other
 
     def exchange(self, case: Case, b: Buffers) -> Call:
-        after, before = self._neighbours()
+        after, before = self.setup.neighbours
         ops = [
             dist.P2POp(dist.isend, b.x, after, self.group),
             dist.P2POp(dist.irecv, b.y, before, self.group),
@@ -100,10 +100,6 @@ class TorchDistributed(Provider):
                 work.wait()
 
         return call
-
-    def _neighbours(self) -> tuple[int, int]:
-        rank, world = self.setup.rank, self.setup.world
-        return (rank + 1) % world, (rank - 1) % world
 
     def close(self) -> None:
         if dist.is_initialized():
