@@ -32,8 +32,10 @@ class StoreBoard:
             return None
         return Record.from_json(self._store.get(key))
 
-    def done(self) -> None:
+    def done(self, joined: bool) -> None:
         """Takes this rank's record away: all have read it once the group is joined."""
+        if not joined:
+            return
         with contextlib.suppress(RuntimeError, NotImplementedError):  # not every Store can delete
             self._store.delete_key(f"{self._prefix}/{self._rank}")
 
@@ -64,7 +66,7 @@ class FileBoard:
         self._refresh()
         return self._records.get(rank)
 
-    def done(self) -> None:
+    def done(self, joined: bool) -> None:
         """Closes, and unlinks the file if it is still the one this rank wrote to."""
         if self._fd < 0:
             return
@@ -107,9 +109,12 @@ class FileBoard:
     def _refresh(self) -> None:
         current = self._is_current()
         self._read_lines()
-        # Gone from the path, it holds a whole group, or one that gave up: then start anew.
+        # Gone from the path, it holds a whole group, or a misfit, or a group that gave up. After
+        # the last, start anew.
         assert self._record is not None
-        if not current and len(self._records) < self._record.world_size:
+        world_size = self._record.world_size
+        alike = all(record.world_size == world_size for record in self._records.values())
+        if not current and alike and len(self._records) < world_size:
             self._close()
             self._append()
             self._read_lines()

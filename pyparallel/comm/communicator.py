@@ -106,6 +106,7 @@ class Communicator(Collectives, Messages):
     ) -> "Communicator":
         limit_ms = milliseconds(timeout)
         deadline = time.monotonic() + limit_ms / 1000
+        joined = False
         try:
             records = assemble(board, rank, world_size, name, deadline, limit_ms / 1000)
             hosts = hosts_of(records)
@@ -123,8 +124,9 @@ class Communicator(Collectives, Messages):
                 max(1, int(1000 * (deadline - time.monotonic()))),
             )
             core.timeout_ms = limit_ms
+            joined = True
         finally:
-            board.done()
+            board.done(joined)
         return cls(core)
 
     # --- sub-groups
