@@ -65,11 +65,13 @@ def _kept(name: str, key: bytes, make: Sequence[str]) -> Path:
     return path
 
 
-def object_of(source: Path, flags: Sequence[str]) -> Path:
+def object_of(source: Path, flags: Sequence[str], defines: Sequence[str] = ()) -> Path:
     command = [str(compiler()), *COMMON, *flags, *_flags(source)]
-    text = _run([*command, "-E", "-P", str(source)])
+    # A definition that changes nothing in this file costs no second object.
+    defined = [f"-D{d}" for d in defines]
+    text = _run([*command, *defined, "-E", "-P", str(source)])
     key = b"\0".join([text, " ".join(command).encode(), _version().encode()])
-    return _kept(source.stem, key, [*command, "-c", str(source), "-o"])
+    return _kept(source.stem, key, [*command, *defined, "-c", str(source), "-o"])
 
 
 def build(program: str, sources: Sequence[str], mode: str, defines: Sequence[str] = ()) -> Path:
@@ -79,9 +81,8 @@ def build(program: str, sources: Sequence[str], mode: str, defines: Sequence[str
         found = sorted(CSRC.glob(pattern))
         assert found, f"no file in csrc matches {pattern}"
         files += found
-    flags = [*MODES[mode], *(f"-D{d}" for d in defines)]
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        objects = list(pool.map(lambda file: object_of(file, flags), files))
+        objects = list(pool.map(lambda file: object_of(file, MODES[mode], defines), files))
     command = [str(compiler()), *COMMON, *MODES[mode], *map(str, objects), "-ldl"]
     return _kept(program, "\0".join([*command, _version()]).encode(), [*command, "-o"])
 

@@ -2,6 +2,7 @@
 // are printed with their values, finish() gives the exit status.
 #pragma once
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -10,15 +11,16 @@
 
 namespace check {
 
-inline long passed = 0, failed = 0;
+// Counted without order, so that counting hides no race between the threads that are tested.
+inline std::atomic<long> passed{0}, failed{0};
 
 template <typename... Pieces>
 bool that(bool condition, const Pieces&... pieces) {
   if (condition) {
-    ++passed;
+    passed.fetch_add(1, std::memory_order_relaxed);
     return true;
   }
-  if (++failed <= 20) {
+  if (failed.fetch_add(1, std::memory_order_relaxed) < 20) {
     std::ostringstream text;
     (text << ... << pieces);
     std::fprintf(stderr, "FAILED: %s\n", text.str().c_str());
@@ -28,7 +30,7 @@ bool that(bool condition, const Pieces&... pieces) {
 
 // A test that checked nothing has failed too.
 inline int finish(const char* name) {
-  std::printf("%s: %ld checks, %ld failed\n", name, passed, failed);
+  std::printf("%s: %ld checks, %ld failed\n", name, passed.load(), failed.load());
   return failed == 0 && passed > 0 ? 0 : 1;
 }
 

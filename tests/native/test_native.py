@@ -1,7 +1,9 @@
 """C++ tests of csrc: plain, and under the sanitizers.
 
 Layers: (1) arithmetic in one thread, bit for bit against a scalar reference; (2) the same under
-AddressSanitizer and UndefinedBehaviorSanitizer; (3) what the compiler made, read with nm.
+AddressSanitizer and UndefinedBehaviorSanitizer; (3) what the compiler made, read with nm; (4) the
+communicator with threads as ranks, under ThreadSanitizer too: results alone prove nothing about
+memory order.
 """
 
 import platform
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 REDUCE = ["base/error.cpp", "base/env.cpp", "shm/reduce*.cpp"]
+SHM = ["base/*.cpp", "shm/*.cpp", "symmetric/registry.cpp"]
 
 
 @pytest.mark.timeout(900)
@@ -49,3 +52,25 @@ def test_instruction_sets_stay_in_their_files() -> None:
         if name != "portable" and platform.machine() != "x86_64":
             expected = []
         assert [s.split(" ", 2)[2] for s in shared] == expected
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("spin_us", ["", "0"], ids=["spinning", "sleeping"])
+@pytest.mark.parametrize("mode", ["plain", "address", "thread"])
+def test_communicator(mode: str, spin_us: str) -> None:
+    """With no time to spin every wait goes through the kernel."""
+    program = build.build("test_communicator", SHM, mode)
+    text = build.run(program, timeout=320, PYPARALLEL_SPIN_US=spin_us)
+    done = re.search(r"communicator: (\d+) checks, 0 failed", text)
+    assert done, text
+    assert int(done[1]) > 1500, "a test that checks little passes easily"
+
+
+@pytest.mark.timeout(1500)
+def test_thread_sanitizer_sees_a_missing_release() -> None:
+    """The control: one release store made relaxed is named, though every result is right."""
+    program = build.build("test_communicator", SHM, "thread", ["PYPARALLEL_TEST_WEAK_FLAG"])
+    with pytest.raises(AssertionError, match="data race") as failure:
+        build.run(program, timeout=320)
+    assert "pyparallel::shm::" in str(failure.value)
+    assert "checks, " not in str(failure.value), "it is to stop at the first race"
