@@ -174,6 +174,7 @@ std::string rank_list(const std::vector<int>& ranks) {
 struct Guest {
   UniqueFd socket;
   bool mapped = false;
+  bool failed = false;  // has said why, and says nothing more
 };
 
 std::shared_ptr<Segment> open_as_host(const IdFields& id, int size, std::size_t bytes,
@@ -220,14 +221,16 @@ std::shared_ptr<Segment> open_as_host(const IdFields& id, int size, std::size_t 
     std::vector<pollfd> watched{{listener.get(), POLLIN, 0}};
     std::vector<int> ranks{0};
     std::vector<int> absent;
+    int come = 0;
     for (int r = 1; r < size; ++r) {
       if (!guests[r].mapped) absent.push_back(r);
       if (!guests[r].socket) continue;
+      ++come;
+      if (guests[r].failed) continue;
       watched.push_back({guests[r].socket.get(), POLLIN, 0});
       ranks.push_back(r);
     }
-    if (trouble_status != Status::ok && static_cast<int>(watched.size()) == size)
-      fail(trouble_status, trouble);
+    if (trouble_status != Status::ok && come == size - 1) fail(trouble_status, trouble);
     if (deadline.expired()) {
       if (trouble_status != Status::ok) fail(trouble_status, trouble);
       fail(Status::timeout, str("join of group ", name, " (", size, " ranks): absent after ",
@@ -250,9 +253,14 @@ std::shared_ptr<Segment> open_as_host(const IdFields& id, int size, std::size_t 
         fail(Status::peer_lost,
              str("join of group ", name, ": rank ", ranks[i], " died or gave up while joining"));
       }
-      if (answer->status != 0)
-        fail(static_cast<Status>(answer->status),
-             str("join of group ", name, ": rank ", ranks[i], " failed: ", answer->text));
+      if (answer->status != 0) {
+        // Told to all when all have come: who comes later would wait for rank 0 in vain.
+        guest.failed = true;
+        if (trouble_status != Status::ok) continue;
+        trouble_status = static_cast<Status>(answer->status);
+        trouble = str("join of group ", name, ": rank ", ranks[i], " failed: ", answer->text);
+        continue;
+      }
       if (!guest.mapped) --missing;
       guest.mapped = true;
     }
