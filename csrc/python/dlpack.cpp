@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "base/error.h"
 
@@ -78,6 +79,42 @@ py::tuple describe_dlpack(const py::capsule& capsule) {
   const auto address = reinterpret_cast<std::uintptr_t>(tensor->data) + tensor->byte_offset;
   return py::make_tuple(address, shape, compact(*tensor), tensor->code, tensor->bits, tensor->lanes,
                         tensor->device_type, tensor->device_id, read_only);
+}
+
+py::capsule to_dlpack(void* data, std::size_t bytes, int cuda_device, std::shared_ptr<void> owner) {
+  struct Exported {
+    DlManagedTensor managed;
+    std::int64_t shape;
+    std::shared_ptr<void> owner;
+  };
+  constexpr std::int32_t cpu = 1, cuda = 2;
+  constexpr std::uint8_t unsigned_integer = 1;
+  auto exported = std::make_unique<Exported>();
+  exported->shape = static_cast<std::int64_t>(bytes);
+  exported->owner = std::move(owner);
+  DlTensor& tensor = exported->managed.tensor;
+  tensor = {};
+  tensor.data = data;
+  tensor.device_type = cuda_device >= 0 ? cuda : cpu;
+  tensor.device_id = cuda_device >= 0 ? cuda_device : 0;
+  tensor.ndim = 1;
+  tensor.code = unsigned_integer;
+  tensor.bits = 8;
+  tensor.lanes = 1;
+  tensor.shape = &exported->shape;
+  exported->managed.context = exported.get();
+  exported->managed.deleter = [](DlManagedTensor* self) {
+    delete static_cast<Exported*>(self->context);
+  };
+  // A capsule that nobody took still owns: a consumer renames it when it does.
+  PyObject* capsule = PyCapsule_New(&exported->managed, "dltensor", [](PyObject* self) {
+    if (!PyCapsule_IsValid(self, "dltensor")) return;
+    auto* managed = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
+    managed->deleter(managed);
+  });
+  if (capsule == nullptr) throw py::error_already_set();
+  (void)exported.release();
+  return py::reinterpret_steal<py::capsule>(capsule);
 }
 
 }  // namespace pyparallel::python

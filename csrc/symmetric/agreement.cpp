@@ -1,0 +1,48 @@
+#include "symmetric/agreement.h"
+
+namespace pyparallel::symmetric {
+
+Outcome Outcome::of(const std::exception_ptr& failure) {
+  Outcome outcome;
+  if (!failure) return outcome;
+  std::string text;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Error& error) {
+    outcome.status = static_cast<std::int32_t>(error.status());
+    text = error.what();
+  } catch (const std::exception& error) {
+    outcome.status = static_cast<std::int32_t>(Status::internal);
+    text = error.what();
+  } catch (...) {
+    outcome.status = static_cast<std::int32_t>(Status::internal);
+    text = "unknown exception";
+  }
+  text.copy(outcome.text, sizeof outcome.text - 1);
+  return outcome;
+}
+
+void agree(shm::Communicator& group, const std::string& what, const std::exception_ptr& failure,
+           Deadline deadline) {
+  std::vector<Outcome> outcomes;
+  try {
+    outcomes = gather_all(group, Outcome::of(failure), deadline);
+  } catch (...) {
+    // The cause here says more than that the group could not be told.
+    if (failure) std::rethrow_exception(failure);
+    throw;
+  }
+  // Every rank throws the same class, that of the lowest failing rank: what catches it to try
+  // something else does so on all ranks or on none.
+  for (std::size_t r = 0; r < outcomes.size(); ++r) {
+    Outcome& outcome = outcomes[r];
+    if (outcome.status == 0) continue;
+    if (static_cast<int>(r) == group.rank()) std::rethrow_exception(failure);
+    outcome.text[sizeof outcome.text - 1] = '\0';
+    const std::string here = failure ? str(" (and here: ", Outcome::of(failure).text, ")") : "";
+    throw_status(static_cast<Status>(outcome.status),
+                 str(what, ": rank ", r, " failed: ", outcome.text, here));
+  }
+}
+
+}  // namespace pyparallel::symmetric

@@ -1,0 +1,42 @@
+#include "symmetric/host_backing.h"
+
+#include <unistd.h>
+
+#include "symmetric/agreement.h"
+
+namespace pyparallel::symmetric {
+
+std::size_t page_size() { return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)); }
+
+HostBacking::HostBacking(std::shared_ptr<shm::Segment> file, std::uint64_t segment,
+                         const Layout& layout)
+    : file_(std::move(file)), segment_(segment), layout_(layout) {
+  for (int r = 0; r < layout_.size; ++r) bases_.push_back(file_->data() + layout_.block_of(r));
+}
+
+void HostBacking::publish(int rank) {
+  SymmetricRange region;
+  region.segment = segment_;
+  region.rank = rank;
+  region.size = layout_.size;
+  region.bytes = layout_.bytes;
+  region.bases = bases_.data();
+  registration_ = Registration(region);
+}
+
+std::shared_ptr<HostBacking> HostBacking::open(shm::Communicator& group, const shm::UniqueId& id,
+                                               std::uint64_t segment, const Layout& layout,
+                                               const std::string& name, Deadline deadline) {
+  auto file = shm::Segment::open(id, group.rank(), group.size(), layout.total(), 0, name, deadline);
+  auto backing = std::make_shared<HostBacking>(file, segment, layout);
+  for (int turn = 0; turn < group.size(); ++turn)
+    together(group, str("symmetric memory of group ", name, ", reserving the block"), deadline,
+             [&] {
+               if (turn != group.rank()) return;
+               file->reserve(layout.block_of(turn), layout.block);
+               backing->publish(turn);
+             });
+  return backing;
+}
+
+}  // namespace pyparallel::symmetric
