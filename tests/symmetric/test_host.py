@@ -1,0 +1,532 @@
+"""SymmetricMemory on the CPU: processes as ranks over one memory file.
+
+Layers: (1) data, offsets and signals between processes, all ranks checked; (2) misfits and failures
+that must raise on every rank; (3) life: what is left when tensors, seats and processes go;
+(4) Triton kernels, interpreted, that talk through it. Integers alone are in test_native.py, CUDA in
+test_cuda.py. All of it runs in CI.
+"""
+
+import contextlib
+import gc
+import os
+import re
+import subprocess
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyparallel import _core
+from pyparallel.comm import (
+    Aborted,
+    Closed,
+    CommError,
+    Communicator,
+    InvalidArgument,
+    Mismatch,
+    NoMemory,
+    PeerLost,
+    Timeout,
+)
+from pyparallel.comm.symmetric_memory import SymmetricMemory
+from tests.launch import Rank, run_ranks, spawn_ranks
+
+WORLDS = [1, 2, 3, 5]
+
+
+def joined(rank: Rank, timeout: float = 40) -> Communicator:
+    return Communicator.from_file(rank.rendezvous, rank.rank, rank.world_size, timeout=timeout)
+
+
+def random_for(rank: int, shape: "tuple[int, ...]", *seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash((rank, *seed)) & 0x7FFFFFFF)
+    return torch.randint(-(2**62), 2**62, shape, generator=generator)
+
+
+# --- (1) data, offsets, signals
+
+
+def exchanges(rank: Rank) -> "list[list[int]]":
+    """Each rank writes random bits; every rank reads every other's, through each kind of view."""
+    group = joined(rank)
+    me, world = group.rank, group.world_size
+    offsets: list[list[int]] = []
+    with SymmetricMemory(group, 300_001, channels=3) as memory:
+        assert memory.nbytes >= 300_001
+        assert memory.rank == me
+        assert memory.world_size == world
+        assert not memory.peer(me).any(), "fresh memory is zero"
+        memory.barrier()
+        tensors = []
+        for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.float64):
+            for shape in ((7, 5), (1,), (0, 4), (), (2, 3, 129)):
+                tensor = memory.empty(shape, dtype=dtype)
+                assert tensor.shape == shape
+                assert tensor.dtype == dtype
+                assert memory.offset(tensor) % 256 == 0
+                offsets.append([memory.offset(tensor), tensor.numel() * tensor.element_size()])
+                tensors.append(tensor)
+        for number, tensor in enumerate(tensors):
+            bits = random_for(me, (tensor.numel(),), number)
+            tensor.copy_((bits % 2 if tensor.dtype == torch.bool else bits).reshape(tensor.shape))
+        memory.barrier()
+        for number, tensor in enumerate(tensors):
+            for peer in range(world):
+                bits = random_for(peer, (tensor.numel(),), number)
+                expected = torch.empty_like(tensor)
+                expected.copy_(
+                    (bits % 2 if tensor.dtype == torch.bool else bits).reshape(tensor.shape)
+                )
+                assert torch.equal(memory.peer(peer, tensor), expected), (peer, number)
+        # Strided and offset views find the same elements of the peer.
+        last = tensors[-1]
+        for view in (last.transpose(0, 2), last[1:, ::2, 3::7], last[:, 1]):
+            for peer in range(world):
+                index = torch.arange(last.numel()).reshape(last.shape)
+                place = torch.as_strided(index, view.shape, view.stride(), view.storage_offset())
+                expected = random_for(peer, (last.numel(),), len(tensors) - 1)[place].to(view.dtype)
+                assert torch.equal(memory.peer(peer, view), expected)
+        # Addresses: the table points at what the views show.
+        table = memory.pointers(last)
+        for peer in range(world):
+            assert table[peer].item() == memory.peer(peer, last).data_ptr()
+        assert memory.pointers().tolist() == [memory.peer(p).data_ptr() for p in range(world)]
+        memory.barrier()
+    return offsets
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_data_and_offsets(world_size: int) -> None:
+    results = run_ranks(exchanges, world_size)
+    assert all(result == results[0] for result in results), "offsets differ between ranks"
+    taken = sorted((offset, offset + max(size, 1)) for offset, size in results[0])
+    assert all(a[1] <= b[0] for a, b in pairwise(taken)), "tensors overlap"
+
+
+def signals_in_a_ring(rank: Rank) -> None:
+    """Each rank passes a counter on, 200 rounds, with data written before each signal."""
+    group = joined(rank)
+    me, world = group.rank, group.world_size
+    right, left = (me + 1) % world, (me - 1) % world
+    with SymmetricMemory(group, 4096, channels=2) as memory:
+        box = memory.empty(8, dtype=torch.int64)
+        there = memory.peer(right, box)
+        for turn in range(200):
+            there.fill_(1000 * turn + me)
+            memory.put_signal(right, 1)
+            memory.wait_signal(left, 1)
+            assert box.tolist() == [1000 * turn + left] * 8
+            memory.put_signal(left, 0)  # read
+            memory.wait_signal(right, 0)
+        assert memory.signals[1, left, 0].item() == 200
+        assert memory.signals.shape == (2, world, 8)
+        memory.barrier()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_signals(world_size: int) -> None:
+    run_ranks(signals_in_a_ring, world_size)
+
+
+def groups_of_one_process(rank: Rank) -> "list[int]":
+    """A group of two first, then the world: nothing of a group is counted for another."""
+    group = joined(rank)
+    pair = group.split(0 if group.rank < 2 else None)
+    generations = []
+    if pair is not None:
+        with SymmetricMemory(pair, 1000) as small:
+            small.empty(10).fill_(1)
+            small.put_signal(1 - pair.rank)
+            small.wait_signal(1 - pair.rank)
+            generations.append(small.generation)
+    first, second = SymmetricMemory(group, 5000), SymmetricMemory(group, 5000)
+    one, two = first.empty(16), second.empty(16)
+    one.fill_(group.rank)
+    two.fill_(-group.rank)
+    # Signals and barriers of one do not stand for those of the other.
+    first.put_signal((group.rank + 1) % 3, 0)
+    with pytest.raises(Timeout):
+        second.wait_signal((group.rank + 2) % 3, 0, timeout=0.05)
+    first.wait_signal((group.rank + 2) % 3, 0)
+    first.barrier()
+    second.barrier()
+    for peer in range(3):
+        assert first.peer(peer, one).eq(peer).all()
+        assert second.peer(peer, two).eq(-peer).all()
+    group.barrier()
+    generations += [first.generation, second.generation]
+    return generations
+
+
+def test_overlapping_groups() -> None:
+    """[0, 1] of three ranks, then all three; and one group within a larger world."""
+    results = run_ranks(groups_of_one_process, 3)
+    assert results[0][1:] == results[2], "generations differ between ranks"
+    assert results[0][1] != results[0][2]
+
+
+# --- (2) misfits and failures raise on every rank
+
+
+def allocations_and_reuse(rank: Rank) -> None:
+    group = joined(rank)
+    me = group.rank
+    memory = SymmetricMemory(group, 64 * 1024)
+    page = memory.nbytes
+    a, b = memory.empty(1000), memory.empty(1000)
+    at = memory.offset(a)
+    memory.free(a)
+    assert memory.offset(memory.empty(10, alignment=4096)) == at, "the hole is used again"
+    assert memory.used == 40 + 4000
+    with pytest.raises(NoMemory, match=rf"{page} bytes needed, \d+ bytes free of {page}"):
+        memory.empty(page, dtype=torch.uint8)
+    with pytest.raises(Mismatch, match=r"400 \(alignment 256\) 404 \(alignment 256\)"):
+        memory.empty(100 + me)
+    with pytest.raises(InvalidArgument, match="alignment 8192"):
+        memory.empty(1, alignment=8192)
+    with pytest.raises(InvalidArgument if me == 1 else Mismatch, match="negative"):
+        memory.empty(-1 if me == 1 else 1)
+    with pytest.raises(TypeError if me == 1 else Mismatch, match=r"0\.5"):
+        memory.empty(0.5 if me == 1 else 1)
+    with pytest.raises(InvalidArgument if me == 1 else Mismatch, match="does not lie"):
+        memory.free(torch.ones(3) if me == 1 else b)
+    with pytest.raises(InvalidArgument, match="no allocation starts"):
+        memory.free(b[1:])
+    with pytest.raises(InvalidArgument, match=r"expected 0 to 1"):
+        memory.peer(2)
+    with pytest.raises(InvalidArgument, match="channel 16, expected 0 to 15"):
+        memory.put_signal(0, 16)
+    with pytest.raises(InvalidArgument, match="rank -1, expected 0 to 1"):
+        memory.wait_signal(-1)
+    memory.free(b)  # still usable after all that
+    memory.barrier()
+
+
+def test_allocations() -> None:
+    run_ranks(allocations_and_reuse, 2)
+
+
+def bad_arguments(rank: Rank) -> None:
+    group = joined(rank)
+    me = group.rank
+    with pytest.raises(Mismatch, match=r"number of bytes differs: 100 101 102"):
+        SymmetricMemory(group, 100 + me)
+    with pytest.raises(Mismatch, match=r"signal channels differs: 16 4 16"):
+        SymmetricMemory(group, 100, channels=4 if me == 1 else 16)
+    # A size computed as a float is refused, on every rank, and nobody waits.
+    with pytest.raises(TypeError if me == 2 else Mismatch, match=r"524288\.0"):
+        SymmetricMemory(group, 0.5 * 2**20 if me == 2 else 2**19)
+    for wrong in (0, -1, 2**63):
+        with pytest.raises(InvalidArgument, match=f"nbytes is {wrong}"):
+            SymmetricMemory(group, wrong)
+    with pytest.raises(InvalidArgument, match="exceed the address space"):
+        SymmetricMemory(group, 2**62)
+    with pytest.raises(InvalidArgument, match="channels"):
+        SymmetricMemory(group, 1, channels=10**6)
+    with pytest.raises(InvalidArgument if me == 0 else Mismatch, match="meta"):
+        SymmetricMemory(group, 1, device="meta" if me == 0 else "cpu")
+    SymmetricMemory(group, 100).close()
+
+
+def test_bad_arguments_raise_on_all_ranks() -> None:
+    run_ranks(bad_arguments, 3)
+
+
+def too_much(rank: Rank, nbytes: int) -> str:
+    group = joined(rank)
+    with pytest.raises(NoMemory) as caught:
+        SymmetricMemory(group, nbytes)
+    memory = SymmetricMemory(group, 4096)
+    memory.peer(group.rank).fill_(1)  # what is granted can be touched
+    memory.barrier()
+    return str(caught.value)
+
+
+def test_too_little_memory_says_needed_and_free() -> None:
+    for text in run_ranks(too_much, 2, 1 << 45):
+        assert re.search(r"not enough shared memory: 3518\d+ bytes needed, \d+ bytes free", text)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_too_small_tmpfs(tmp_path: Path) -> None:
+    """A container's 64 MB /dev/shm in small: an error on every rank, not a bus error later."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("this container may not mount")
+    try:
+        texts = run_ranks(too_much, 2, 64 << 20, env={"PYPARALLEL_SHM_DIR": str(tmp_path)})
+        for text in texts:
+            assert re.search(r"6\d{7} bytes needed, \d{7,8} bytes free", text)
+            assert str(tmp_path) in text
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def only_one_lacks(rank: Rank) -> str:
+    """Rank 1 has no room in its address space: the others are told instead of waiting for it."""
+    import resource
+
+    group = joined(rank)
+    if group.rank == 1:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + (128 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    begin = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        SymmetricMemory(group, 256 << 20)
+    assert time.monotonic() - begin < 10
+    if group.rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    SymmetricMemory(group, 1 << 20).barrier()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_failure_on_one_rank_raises_on_all() -> None:
+    texts = run_ranks(only_one_lacks, 3)
+    assert "rank 1 failed" in texts[0]
+    assert "rank 1 failed" in texts[2]
+    for text in texts:
+        assert text.startswith("SystemCallError")
+        assert "mmap" in text
+
+
+# --- waits: deadlines, deaths, aborts
+
+
+def waits_for_nothing(rank: Rank) -> None:
+    group = joined(rank)
+    memory = SymmetricMemory(group, 4096, name="tp")
+    begin = time.monotonic()
+    if group.rank == 0:
+        with pytest.raises(
+            Timeout,
+            match=r"wait_signal, symmetric memory of group tp \(generation \d+\), channel 3, "
+            r"signal 1 from rank 1: not come after 0\.2 s; counter 0, expected 1; rank 1 \(pid",
+        ):
+            memory.wait_signal(1, 3, timeout=0.2)
+        assert 0.2 <= time.monotonic() - begin < 5
+    group.barrier()
+    if group.rank == 1:
+        memory.put_signal(0, 3)
+    else:
+        memory.wait_signal(1, 3)  # the same signal, after the timeout
+    group.barrier()
+    if group.rank == 0:
+        memory.close()
+        with pytest.raises(Closed, match="used after close"):
+            memory.put_signal(1)
+    else:
+        with pytest.raises(PeerLost, match="has closed this memory"):
+            memory.wait_signal(0)
+
+
+def test_deadline_and_leaving() -> None:
+    run_ranks(waits_for_nothing, 2)
+
+
+def waits_for_a_dead_rank(rank: Rank) -> "tuple[float, str]":
+    group = joined(rank)
+    memory = SymmetricMemory(group, 4096)
+    memory.barrier()
+    rank.report("ready")
+    if group.rank == 1:
+        time.sleep(60)
+    begin = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        memory.wait_signal(1) if group.rank == 0 else memory.barrier()
+    return time.monotonic() - begin, f"{type(caught.value).__name__} {caught.value}"
+
+
+def test_death_of_a_rank_ends_waits() -> None:
+    with spawn_ranks(waits_for_a_dead_rank, 3) as ranks:
+        for number in range(3):
+            ranks.next_report(number)
+        time.sleep(0.3)
+        pid = ranks.pid(1)
+        ranks.kill(1)
+        outcomes = ranks.wait([0, 2])
+    for outcome in outcomes:
+        assert outcome.ok, outcome.traceback
+        seconds, text = outcome.value
+        assert seconds < 3
+        assert "rank 1" in text
+        assert str(pid) in text
+
+
+def aborted(rank: Rank) -> None:
+    group = joined(rank)
+    memory = SymmetricMemory(group, 4096)
+    if group.rank == 0:
+        time.sleep(0.2)
+        memory.abort("enough")
+        assert "enough" in memory.failure
+    else:
+        with pytest.raises(Aborted, match="enough"):
+            memory.wait_signal(0)
+    group.barrier()  # the caller's group goes on
+
+
+def test_abort_wakes_waiters() -> None:
+    run_ranks(aborted, 2)
+
+
+# --- (3) life
+
+
+def maps() -> "tuple[int, int]":
+    """Mapped memory files, and open descriptors; a group opens some to watch processes, but few."""
+    mapped = Path("/proc/self/maps").read_text()
+    links = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own is closed by now
+            links.append(str(link.readlink()))
+    assert sum("pidfd" in link for link in links) < 8
+    return mapped.count("memfd:pyparallel"), sum("pidfd" not in link for link in links)
+
+
+def lives_and_dies(rank: Rank) -> None:
+    group = joined(rank)
+    SymmetricMemory(group, 4096).close()
+    gc.collect()
+    group.barrier()
+    before, registered = maps(), _core.symmetric_registered()
+    for turn in range(100):
+        memory = SymmetricMemory(group, 100_000)
+        tensor = memory.empty(10)
+        if turn % 2:
+            memory.close()
+        del memory, tensor
+    gc.collect()
+    assert maps() == before
+    assert _core.symmetric_registered() == registered
+
+    # A tensor keeps the memory, its own and a peer's; the seat may go first.
+    memory = SymmetricMemory(group, 100_000)
+    mine = memory.empty(1000)
+    theirs = memory.peer((group.rank + 1) % 2, mine)
+    mine.fill_(group.rank)
+    memory.barrier()
+    memory.close()
+    memory.close()
+    del memory
+    gc.collect()
+    assert theirs.eq((group.rank + 1) % 2).all()
+    assert _core.symmetric_find(mine.data_ptr(), 4000) is not None
+    group.barrier()
+    del mine
+    assert _core.symmetric_registered() == registered + 1
+    del theirs
+    assert _core.symmetric_registered() == registered
+    assert maps() == before
+
+
+def test_nothing_is_left() -> None:
+    run_ranks(lives_and_dies, 2)
+
+
+def dropped_on_one_rank(rank: Rank) -> float:
+    group = joined(rank)
+    memory = SymmetricMemory(group, 4096)
+    begin = time.monotonic()
+    if group.rank == 0:
+        del memory
+        gc.collect()
+    spent = time.monotonic() - begin
+    group.barrier()
+    return spent
+
+
+def test_dropping_never_waits() -> None:
+    assert max(run_ranks(dropped_on_one_rank, 2)) < 1
+
+
+def forked(rank: Rank) -> int:
+    group = joined(rank)
+    memory = SymmetricMemory(group, 4096)
+    tensor = memory.empty(10)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            memory.put_signal(0)
+        except Closed as error:
+            code = 0 if "fork" in str(error) else 2
+        memory.close()
+        del memory, tensor
+        gc.collect()
+        os._exit(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    memory.barrier()  # the parent's seat is untouched by the child's close
+    return status
+
+
+def test_fork_is_no_rank() -> None:
+    assert run_ranks(forked, 2) == [0, 0]
+
+
+def seen_by_collectives(rank: Rank) -> "tuple":
+    group = joined(rank)
+    memory = SymmetricMemory(group, 4096)
+    tensor = memory.empty(100)
+    found = _core.symmetric_find(tensor[3:].data_ptr(), 388)
+    segment, owner, size, device, offset, left, bases, multicast = found
+    assert (owner, size, device, multicast) == (group.rank, 2, -1, 0)
+    assert offset == memory.offset(tensor) + 12
+    assert left == memory.nbytes - offset
+    assert bases == memory.pointers().tolist()
+    assert _core.symmetric_find(tensor.data_ptr(), memory.nbytes + 1) is None
+    assert _core.symmetric_find(torch.ones(3).data_ptr(), 1) is None
+    # A peer's part is not this rank's: only its owner publishes it.
+    assert _core.symmetric_find(memory.peer(1 - group.rank, tensor).data_ptr(), 1) is None
+    tensor.copy_(torch.arange(100) * (group.rank + 1.0))
+    group.all_reduce(tensor)
+    assert torch.equal(tensor, torch.arange(100) * 3.0)
+    group.barrier()
+    return (segment,)
+
+
+def test_registry() -> None:
+    results = run_ranks(seen_by_collectives, 2)
+    assert results[0] == results[1]
+    assert results[0][0] != 0
+
+
+# --- (4) interpreted kernels
+
+
+def kernels_put_and_wait(rank: Rank) -> None:
+    from tests.symmetric import kernels
+
+    group = joined(rank)
+    me, world = group.rank, group.world_size
+    with SymmetricMemory(group, 64 * 1024, channels=2) as memory:
+        inbox = memory.empty((2, world, 96))
+        for turn in range(6):
+            data = torch.randn(96, generator=torch.Generator().manual_seed(1000 * turn + me))
+            if turn == 3 and me == 0:
+                time.sleep(0.1)  # a straggler
+            out = torch.full((96,), float("nan"))
+            kernels.all_reduce(
+                data, out, inbox[turn % 2], memory.pointers(inbox[turn % 2]), memory.signals,
+                memory.signal_pointers, me, world, turn + 1,
+            )  # fmt: skip
+            expected = torch.zeros(96)
+            for peer in range(world):
+                seed = torch.Generator().manual_seed(1000 * turn + peer)
+                expected += torch.randn(96, generator=seed)
+            assert torch.equal(out, expected), "sums in rank order are the same bits"
+        # What a kernel put, the host can wait for.
+        for peer in range(world):
+            for _ in range(6):
+                memory.wait_signal(peer, 0)
+        with pytest.raises(Timeout):
+            memory.wait_signal((me + 1) % world, 0, timeout=0.05)
+        memory.barrier()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_interpreted_kernels(world_size: int) -> None:
+    run_ranks(kernels_put_and_wait, world_size, env={"TRITON_INTERPRET": "1"})
