@@ -122,6 +122,11 @@ def _text(key: str, value: Any) -> str:
         return f"{value / 2**30:.2f} GiB"
     if key in ("memfd", "abstract_sockets"):
         return value or "work"
+    if key == "features":
+        lacking = [name for name, has in value.items() if not has]
+        return (
+            f"{len(value) - len(lacking)} of {len(value)}; without {', '.join(lacking) or 'none'}"
+        )
     if isinstance(value, dict):
         return _one_line(value)
     if isinstance(value, list):

@@ -1,6 +1,7 @@
 """What all tests share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,3 +12,15 @@ from tests import launch
 def _no_process_left() -> Iterator[None]:
     yield
     launch.close_pool()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A run of everything has collected every test file: one left out unseen proves nothing."""
+    if session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    if session.config.option.keyword or session.config.option.markexpr:
+        return
+    collected = {item.path for item in session.items}
+    files = set(Path(__file__).resolve().parent.rglob("test_*.py"))
+    if files - collected:
+        raise pytest.UsageError(f"no test was collected from {sorted(map(str, files - collected))}")
