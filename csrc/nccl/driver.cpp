@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+
 #include "base/error.h"
 
 namespace pyparallel::nccl {
@@ -26,26 +28,32 @@ struct Driver {
   PYPARALLEL_DRIVER_SYMBOLS(PYPARALLEL_DRIVER_POINTER)
 #undef PYPARALLEL_DRIVER_POINTER
 
-  // Null without a driver. Whoever has a GPU has loaded it long before NCCL comes into play.
+  // Null without a driver. A failure is not kept: the driver may come later.
   static const Driver* get() noexcept {
-    static const Driver* driver = load();
-    return driver;
+    const Driver* known = current().load(std::memory_order_acquire);
+    return known != nullptr ? known : open("libcuda.so.1");
   }
 
- private:
-  static const Driver* load() noexcept {
-    void* handle = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  static const Driver* open(const char* library) noexcept {
+    void* handle = ::dlopen(library, RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) return nullptr;
-    auto* driver = new Driver;
+    auto driver = std::make_unique<Driver>();
     bool complete = true;
 #define PYPARALLEL_DRIVER_FIND(name, symbol, parameters)                             \
   driver->name = reinterpret_cast<decltype(driver->name)>(::dlsym(handle, #symbol)); \
   complete = complete && driver->name != nullptr;
     PYPARALLEL_DRIVER_SYMBOLS(PYPARALLEL_DRIVER_FIND)
 #undef PYPARALLEL_DRIVER_FIND
-    if (complete) return driver;
-    delete driver;
-    return nullptr;
+    if (!complete) return nullptr;
+    current().store(driver.get(), std::memory_order_release);
+    return driver
+        .release();  // for the life of the process: events may be destroyed as late as at exit
+  }
+
+ private:
+  static std::atomic<const Driver*>& current() {
+    static std::atomic<const Driver*> driver{nullptr};
+    return driver;
   }
 };
 
@@ -60,6 +68,14 @@ bool capturing(const Driver& driver, Stream stream) {
 }
 
 }  // namespace
+
+void use_driver(const std::string& library) {
+  if (Driver::open(library.c_str()) == nullptr) {
+    const char* words = ::dlerror();
+    throw Unsupported(
+        str(library, " is no CUDA driver: ", words != nullptr ? words : "it lacks functions"));
+  }
+}
 
 Context current_context() noexcept {
   Context context = nullptr;

@@ -4,12 +4,16 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "nccl/abi.h"
 
 namespace pyparallel::nccl {
 
 using Context = void*;  // CUcontext; null: none
+
+// Another driver library than libcuda.so.1: a stand-in. Before the first communicator is made.
+void use_driver(const std::string& library);
 
 Context current_context() noexcept;
 void use_context(Context context) noexcept;

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "nccl/communicator.h"
+#include "nccl/driver.h"
 #include "nccl/group.h"
 #include "nccl/memory.h"
 #include "python/dlpack.h"
@@ -416,6 +417,7 @@ void register_nccl(py::module_& parent) {
   py::module_ m = parent.def_submodule("nccl", "NCCL found at run time.");
   py::register_exception_translator(&translate);
   m.def("set_error_classes", &set_error_classes);
+  m.def("use_driver", &nccl::use_driver, py::arg("library"), "Takes a stand-in for libcuda.so.1.");
   m.def("dlpack", &describe_dlpack, py::arg("capsule"));
   m.def(
       "process_ends",

@@ -207,6 +207,12 @@ def _dlpack_view(array: Any, what: str, stream: int | None) -> View:
     return View(pointer, prod(shape), element_of(name), device, stream, read_only, (array, capsule))
 
 
+def external_stream(handle: int, device: int | torch.device) -> Any:
+    """A stream of someone else's as torch's."""
+    make: Any = torch.cuda.ExternalStream
+    return make(handle, device=device)
+
+
 def wait_for_producer(view: View, stream: int) -> None:
     """Makes `stream` wait for the work that the array's producer has under way on its own."""
     if view.stream is None or view.stream == stream or isinstance(view.owner, torch.Tensor):
@@ -217,6 +223,4 @@ def wait_for_producer(view: View, stream: int) -> None:
             f"{stream:#x}: to order them torch with CUDA is needed; pass stream={view.stream:#x}"
         )
     device = view.device if view.device is not None else torch.cuda.current_device()
-    torch.cuda.ExternalStream(stream, device=device).wait_stream(
-        torch.cuda.ExternalStream(view.stream, device=device)
-    )
+    external_stream(stream, device).wait_stream(external_stream(view.stream, device))

@@ -7,7 +7,13 @@ from typing import Any, Final, TypeVar
 import torch
 
 from pyparallel._core import nccl as core
-from pyparallel.comm.nccl_arrays import View, stream_handle, view_of, wait_for_producer
+from pyparallel.comm.nccl_arrays import (
+    View,
+    external_stream,
+    stream_handle,
+    view_of,
+    wait_for_producer,
+)
 from pyparallel.comm.reductions import REDUCTIONS, Reduction
 from pyparallel.errors import InvalidArgument
 
@@ -358,4 +364,4 @@ class _Call:
 def _record(view: View, stream: int) -> None:
     """Tells torch's allocator that another stream than the current one uses the tensor."""
     if view.stream != stream:
-        view.owner.record_stream(torch.cuda.ExternalStream(stream, device=view.owner.device))
+        view.owner.record_stream(external_stream(stream, view.owner.device))
