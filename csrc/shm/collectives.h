@@ -12,6 +12,7 @@
 
 #include "shm/communicator.h"
 #include "shm/group.h"
+#include "shm/peer_writer.h"
 #include "shm/reduce.h"
 #include "symmetric/registry.h"
 
@@ -51,6 +52,9 @@ class Collectives {
 
   // --- both
   void reserve_staging(Op op, const Deadline&);
+  // Where this call's slots begin: the same on all ranks, another place each time. A line that a
+  // peer has just read costs several times as much to write as one that has left its cache.
+  std::size_t next_staging(std::size_t bytes);
   // After a call read peers' memory in place: nobody returns before all have read.
   void finish_together(const Deadline&);
   void wait_ready(int rank, std::uint64_t step, const Deadline& deadline) {
@@ -62,8 +66,10 @@ class Collectives {
   RankPage& my_page() { return group_.page(group_.rank()); }
 
   Group& group_;
+  PeerWriter to_peers_;
   std::uint64_t steps_ = 0;
   bool staging_reserved_ = false;
+  std::size_t staging_next_ = 0;
   symmetric::SymmetricRange symmetric_{};  // of this call's buffer
   std::vector<std::byte*> peers_;          // of this call: the ranks' symmetric buffers
   std::vector<const void*> inputs_;

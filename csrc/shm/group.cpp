@@ -24,10 +24,13 @@ Group::Group(const UniqueId& id, int rank, int size, std::string name, Deadline 
       fork_generation_(fork_generation()),
       segment_(Segment::open(id, rank, size, layout_.bytes(), layout_.reserved_bytes(), name_,
                              deadline)),
-      data_(segment_->data()),
-      spin_(size) {
+      data_(segment_->data()) {
   page(rank).process = ProcessIdentity::of_this_process();
+  page(rank).core.store(sched_getcpu(), std::memory_order_relaxed);
+  if (sched_getaffinity(0, sizeof(cpu_set_t), &page(rank).cores) != 0) CPU_ZERO(&page(rank).cores);
   page(rank).seat.publish(1);
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
   // All have joined; their pages follow within microseconds. Only then can they be watched.
   for (int r = 0; r < size; ++r) {
     while (page(r).seat.load() == 0) {
@@ -38,7 +41,10 @@ Group::Group(const UniqueId& id, int rank, int size, std::string name, Deadline 
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
     watches_.push_back(std::make_unique<ProcessWatch>(page(r).process));
+    CPU_OR(&cores, &cores, &page(r).cores);
   }
+  crowded_ = CPU_COUNT(&cores) < size;
+  spin_ = std::make_unique<SpinBudget>(crowded_);
 }
 
 std::string Group::describe() const {
@@ -74,6 +80,7 @@ void Group::begin(Op op, const Deadline& deadline) {
 
 void Group::arrive(const Deadline& deadline) {
   const std::uint64_t sequence = this->sequence();
+  page(rank_).core.store(sched_getcpu(), std::memory_order_relaxed);
   mine().arrived.publish(sequence);
   for (int r = 0; r < size_; ++r)
     if (r != rank_) wait(page(r).calls[sequence & 1].arrived, sequence, r, deadline);
@@ -95,6 +102,7 @@ void Group::sleep_until(Flag& flag, std::uint64_t target, int peer, const Deadli
   // process is a failure. Later, each rank watches those it waits for, and they fail for all.
   const bool arriving =
       &flag == &page(peer).calls[0].arrived || &flag == &page(peer).calls[1].arrived;
+  separate_from(peer);
   Sleeper sleeper(flag);
   auto looked = Deadline::Clock::now();
   for (;;) {
@@ -126,6 +134,23 @@ void Group::sleep_until(Flag& flag, std::uint64_t target, int peer, const Deadli
       check_alive(r, what);
     }
   }
+}
+
+void Group::separate_from(int peer) {
+  if (crowded_ || peer < 0) return;
+  const int here = sched_getcpu();
+  page(rank_).core.store(here, std::memory_order_relaxed);
+  // One of two moves, else both might meet again; and not more often than the scheduler would.
+  if (rank_ < peer || page(peer).core.load(std::memory_order_relaxed) != here) return;
+  constexpr std::chrono::nanoseconds pause = std::chrono::milliseconds(2);
+  const std::int64_t now = Deadline::Clock::now().time_since_epoch().count();
+  if (now - separated_.load(std::memory_order_relaxed) < pause.count()) return;
+  separated_.store(now, std::memory_order_relaxed);
+  cpu_set_t busy;
+  CPU_ZERO(&busy);
+  for (int r = 0; r < size_; ++r) CPU_SET(page(r).core.load(std::memory_order_relaxed), &busy);
+  move_off(busy);
+  page(rank_).core.store(sched_getcpu(), std::memory_order_relaxed);
 }
 
 void Group::check_alive(int peer, const std::string& what) {

@@ -64,13 +64,19 @@ class Group {
   void wait(Flag& flag, std::uint64_t target, int peer, const Deadline& deadline,
             const What& what) {
     if (flag.load() >= target) return;
-    if (spin_.spin([&] { return flag.load() >= target; })) return;
+    if (spin_->spin([&] { return flag.load() >= target; })) return;
     sleep_until(flag, target, peer, deadline, what());
   }
   // The same within the current collective.
   void wait(Flag& flag, std::uint64_t target, int peer, const Deadline& deadline) {
     wait(flag, target, peer, deadline, [this] { return describe(); });
   }
+
+  // Whether the ranks have fewer cores than there are ranks.
+  bool crowded() const { return crowded_; }
+  // Before sleeping for `peer`: leaves its core, if both have come to run on one while others are
+  // idle.
+  void separate_from(int peer);
 
   // --- life
   void throw_if_unusable() const {
@@ -111,7 +117,9 @@ class Group {
   std::shared_ptr<Segment> segment_;
   std::byte* data_;
   std::vector<std::unique_ptr<ProcessWatch>> watches_;
-  SpinBudget spin_;
+  bool crowded_ = false;
+  std::unique_ptr<SpinBudget> spin_;
+  std::atomic<std::int64_t> separated_{0};  // when last, steady clock
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
   bool owed_ = false;  // the wait of a refused call

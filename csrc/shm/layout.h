@@ -10,6 +10,8 @@
 // The first four are reserved when the group is made, the others when a rank first uses its own.
 #pragma once
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -74,10 +76,12 @@ static_assert(sizeof(CallHeader) == 64, "a header is read in one cache miss");
 
 struct RankPage {
   alignas(64) ProcessIdentity process;
-  alignas(64) Flag seat;   // 1 in the group, 2 left it
-  alignas(64) Flag ready;  // chunks staged, ever
-  alignas(64) Flag done;   // chunks reduced (all_reduce) or consumed (others), ever
-  alignas(64) Flag bell;   // send/recv: something changed in one of my rings
+  cpu_set_t cores;                    // that this rank may run on
+  alignas(64) std::atomic<int> core;  // where it began its last call
+  alignas(64) Flag seat;              // 1 in the group, 2 left it
+  alignas(64) Flag ready;             // chunks staged, ever
+  alignas(64) Flag done;              // chunks reduced (all_reduce) or consumed (others), ever
+  alignas(64) Flag bell;              // send/recv: something changed in one of my rings
   CallHeader calls[2];
   char refusal[2][256] = {};  // text of a refused call
 };

@@ -80,7 +80,7 @@ void Collectives::move(Move& move, const Deadline& deadline) {
     call.flags |= CallHeader::kInline;
     std::size_t offset = 0;
     for (const ConstBlock& block : move.send) {
-      copy(group_.inbox(me) + offset, block.data, block.count * element, Store::cached);
+      to_peers_.copy(group_.inbox(me) + offset, block.data, block.count * element);
       offset += block.count * element;
     }
   }
@@ -119,13 +119,15 @@ void Collectives::move_chunked(const Move& move, std::size_t largest, const Dead
   const std::size_t part = std::min(std::max(quarter, kLeastPartBytes), std::min(kPartBytes, fits));
   const std::size_t step = part / element;
   const std::size_t chunks = (largest + step - 1) / step;
+  const std::size_t slots = std::min<std::size_t>(kSlots, chunks);
+  const std::size_t base = next_staging(slots * blocks * part);
   const Store store = largest * element >= kStreamBytes ? Store::streamed : Store::cached;
   const bool sends = !group_.mine().is_inline();
   const bool stays = move.local_out != nullptr && move.local_out != move.local.data;
 
   const auto slot = [&](int rank, std::size_t chunk, int block) {
-    return group_.staging(rank) +
-           ((chunk % kSlots) * blocks + static_cast<std::size_t>(block)) * part;
+    return group_.staging(rank) + base +
+           ((chunk % slots) * blocks + static_cast<std::size_t>(block)) * part;
   };
   const auto fill = [&](std::size_t k) {
     if (sends) {
@@ -133,8 +135,8 @@ void Collectives::move_chunked(const Move& move, std::size_t largest, const Dead
         for (const int reader : move.readers) wait_done(reader, steps_ + k - kSlots + 1, deadline);
       for (std::size_t b = 0; b < move.send.size(); ++b) {
         const ConstBlock& block = move.send[b];
-        copy(slot(me, k, static_cast<int>(b)), bytes_at(block.data, k * step * element),
-             length_at(block.count, k, step) * element, Store::cached);
+        to_peers_.copy(slot(me, k, static_cast<int>(b)), bytes_at(block.data, k * step * element),
+                       length_at(block.count, k, step) * element);
       }
       my_page().ready.publish(steps_ + k + 1);
     }

@@ -51,7 +51,7 @@ PointToPoint::PointToPoint(std::shared_ptr<Group> group)
     : group_(std::move(group)),
       rank_(group_->rank()),
       size_(group_->size()),
-      spin_(group_->size()),
+      spin_(group_->crowded()),
       sends_(size_),
       reserved_to_(size_, false) {
   static_assert(sizeof(MessageHeader) == kLine);
@@ -93,6 +93,7 @@ std::shared_ptr<PointToPoint::Transfer> PointToPoint::start_send(const void* dat
   transfer->tag_ = tag;
   std::lock_guard lock(mutex_);
   group_->throw_if_unusable();
+  group_->page(rank_).core.store(sched_getcpu(), std::memory_order_relaxed);
   if (to != rank_ && group_->page(to).seat.load() == 2)
     group_->check_alive(to, describe(*transfer));
   reserve_rings(to);
@@ -115,6 +116,7 @@ std::shared_ptr<PointToPoint::Transfer> PointToPoint::start_recv(void* data, std
   transfer->tag_ = tag;
   std::lock_guard lock(mutex_);
   group_->throw_if_unusable();
+  group_->page(rank_).core.store(sched_getcpu(), std::memory_order_relaxed);
   reserve_rings(-1);
   ++pending_;
   if (match_unexpected(*transfer)) {
@@ -205,7 +207,7 @@ bool PointToPoint::push(int to) {
       const std::size_t at = written % capacity;
       const std::size_t n =
           std::min({send.bytes_ - send.moved_, space, kPieceBytes, capacity - at});
-      copy(data + at, send.data_ + send.moved_, n, Store::cached);
+      to_peers_.copy(data + at, send.data_ + send.moved_, n);
       send.moved_ += n;
       written += padded(n);  // only a message's last piece is not a multiple already
       space -= std::min(space, padded(n));
@@ -391,6 +393,7 @@ void PointToPoint::wait(Transfer& transfer, const Deadline& deadline) {
           if (engine->pending_ > 0 && engine->waiters_ == 0) engine->changed_.notify_all();
         }
       } leave{this};
+      group_->separate_from(transfer.peer_ != rank_ ? transfer.peer_ : -1);
       Flag& bell = group_->page(rank_).bell;
       Sleeper sleeper(bell);
       auto looked = Deadline::Clock::now();

@@ -21,7 +21,8 @@ struct ReduceArgs {
   ReduceOp op = ReduceOp::sum;
   const double* factors = nullptr;  // [n], premul_sum only
   int divisor = 1;                  // avg only: the world size
-  Store store = Store::cached;      // of `out`; `second_out` is always cached
+  Store store = Store::cached;      // of `out`
+  Store second_store = Store::cached;
 };
 
 // out[i] = op(...op(op(inputs[0][i], inputs[1][i]), inputs[2][i])...): in the order of `inputs`,

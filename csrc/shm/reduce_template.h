@@ -37,7 +37,8 @@ inline void store_streamed(std::byte* aligned, Bytes raw) {
 // (an output may be an input), the sums stay in registers. N is the number of inputs, 0 where it is
 // known only at run time.
 template <class Type, class Op, int N, int kVectors>
-inline void tile(const ReduceArgs& args, const Op& op, std::size_t at, bool streamed) {
+inline void tile(const ReduceArgs& args, const Op& op, std::size_t at, bool streamed,
+                 bool second_streamed) {
   typename Type::V acc[kVectors][Type::parts];
   const auto input = [&](int k) { return static_cast<const std::byte*>(args.inputs[k]) + at; };
   const int n = N != 0 ? N : args.n;
@@ -68,7 +69,12 @@ inline void tile(const ReduceArgs& args, const Op& op, std::size_t at, bool stre
     } else {
       store(out + v * kWidth, raw);
     }
-    if (second) store(second + v * kWidth, raw);
+    if (!second) continue;
+    if (second_streamed) {
+      store_streamed(second + v * kWidth, raw);
+    } else {
+      store(second + v * kWidth, raw);
+    }
   }
 }
 
@@ -101,24 +107,30 @@ void run(const ReduceArgs& args) {
   const Op op(args);
   const std::size_t bytes = args.count * Type::element;
   std::size_t at = 0;
-  bool streamed = args.store == Store::streamed;
+  bool streamed = false;
+  bool second_streamed = false;
   if (bytes >= 16 * kWidth) {  // align the output, where whole elements can
     const std::size_t head = bytes_to_alignment(args.out);
     if (head % Type::element == 0) {
       if (head != 0) tile_part<Type, Op>(args, op, 0, head);
       at = head;
-    } else {
-      streamed = false;  // a non-temporal store needs an aligned address
     }
-  } else {
-    streamed = false;
+    // A non-temporal store needs an aligned address.
+    const auto streams = [&](const void* array, Store store) {
+      return array && store == Store::streamed &&
+             bytes_to_alignment(static_cast<const std::byte*>(array) + at) == 0;
+    };
+    streamed = streams(args.out, args.store);
+    second_streamed = streams(args.second_out, args.second_store);
   }
   for (; bytes - at >= unroll * kWidth; at += unroll * kWidth) {
-    tile<Type, Op, N, unroll>(args, op, at, streamed);
+    tile<Type, Op, N, unroll>(args, op, at, streamed, second_streamed);
   }
-  for (; bytes - at >= kWidth; at += kWidth) tile<Type, Op, N, 1>(args, op, at, streamed);
+  for (; bytes - at >= kWidth; at += kWidth) {
+    tile<Type, Op, N, 1>(args, op, at, streamed, second_streamed);
+  }
   if (at < bytes) tile_part<Type, Op>(args, op, at, bytes - at);
-  if (streamed) stream_fence();
+  if (streamed || second_streamed) stream_fence();
 }
 
 // --- from run-time values to a loop

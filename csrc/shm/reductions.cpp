@@ -96,14 +96,16 @@ void Collectives::two_shot(const TwoShot& call, const Deadline& deadline) {
   const std::size_t part = std::min(std::max(quarter, kLeastPartBytes), std::min(kPartBytes, fits));
   const std::size_t step = part / element;
   const std::size_t chunks = (largest + step - 1) / step;
+  const std::size_t slots = std::min<std::size_t>(kSlots, chunks);
   const Store store = total * element >= kStreamBytes ? Store::streamed : Store::cached;
 
+  const std::size_t base = next_staging(slots * (world + 1) * part);
   const auto staged = [&](int rank, std::size_t chunk, int owner) {
-    return group_.staging(rank) +
-           ((chunk % kSlots) * world + static_cast<std::size_t>(owner)) * part;
+    return group_.staging(rank) + base +
+           ((chunk % slots) * world + static_cast<std::size_t>(owner)) * part;
   };
   const auto result = [&](int rank, std::size_t chunk) {
-    return group_.staging(rank) + (kSlots * world + chunk % kSlots) * part;
+    return group_.staging(rank) + base + (slots * world + chunk % slots) * part;
   };
   const auto length = [&](int owner, std::size_t chunk) {
     const std::size_t count = call.in[owner].count;
@@ -113,8 +115,8 @@ void Collectives::two_shot(const TwoShot& call, const Deadline& deadline) {
   const auto a = [&](std::size_t k) {
     for (int i = 1; i < n; ++i) {
       const int owner = (me + i) % n;
-      copy(staged(me, k, owner), bytes_at(call.in[owner].data, k * step * element),
-           length(owner, k) * element, Store::cached);
+      to_peers_.copy(staged(me, k, owner), bytes_at(call.in[owner].data, k * step * element),
+                     length(owner, k) * element);
     }
     my_page().ready.publish(steps_ + k + 1);
   };
@@ -130,9 +132,11 @@ void Collectives::two_shot(const TwoShot& call, const Deadline& deadline) {
     if (call.out[me] != nullptr) {
       args.out = bytes_at(call.out[me], k * step * element);
       args.second_out = call.shared ? result(me, k) : nullptr;
+      args.second_store = to_peers_.store();
       args.store = store;
     } else {
       args.out = result(me, k);
+      args.store = to_peers_.store();
     }
     if (args.count != 0) shm::reduce(args);
     my_page().done.publish(steps_ + k + 1);
@@ -192,11 +196,19 @@ void Collectives::in_place_symmetric(std::size_t count, DType dtype, Reduction r
     for (int r = 0; r < n; ++r) inputs_[r] = peers_[r] + at * element;
     args.out = peers_[me] + at * element;
     args.second_out = peers_[(me + 1) % n] + at * element;
+    args.second_store = to_peers_.store();
     shm::reduce(args);
     for (int i = 2; i < n; ++i)
-      copy(peers_[(me + i) % n] + at * element, args.out, args.count * element, Store::cached);
+      to_peers_.copy(peers_[(me + i) % n] + at * element, args.out, args.count * element);
   }
   finish_together(deadline);
+}
+
+std::size_t Collectives::next_staging(std::size_t bytes) {
+  if (staging_next_ + bytes > group_.layout().staging_bytes()) staging_next_ = 0;
+  const std::size_t base = staging_next_;
+  staging_next_ += bytes;
+  return base;
 }
 
 void Collectives::reserve_staging(Op op, const Deadline& deadline) {
@@ -232,7 +244,7 @@ void Collectives::all_reduce(const void* in, void* out, std::size_t count, DType
     call.symmetric_rank = static_cast<std::int16_t>(symmetric_.rank);
     call.symmetric_offset = symmetric_.offset;
   }
-  if (small && n > 1) copy(group_.inbox(group_.rank()), in, bytes, Store::cached);
+  if (small && n > 1) to_peers_.copy(group_.inbox(group_.rank()), in, bytes);
   group_.arrive(deadline);
 
   if (all_symmetric()) return in_place_symmetric(count, dtype, reduction, deadline);
@@ -267,7 +279,7 @@ void Collectives::reduce(const void* in, void* out, std::size_t count, DType dty
   call.count = count;
   call.factor = reduction.factor;
   const bool is_root = group_.rank() == root;
-  if (small && !is_root) copy(group_.inbox(group_.rank()), in, bytes, Store::cached);
+  if (small && !is_root) to_peers_.copy(group_.inbox(group_.rank()), in, bytes);
   group_.arrive(deadline);
 
   if (small) {
@@ -309,8 +321,7 @@ void Collectives::reduce_scatter(const ConstBlock* in, void* out, DType dtype, R
     std::size_t offset = 0;
     for (int r = 0; r < n; ++r) {
       if (r == me) before_mine = offset;
-      if (r != me)
-        copy(group_.inbox(me) + offset, in[r].data, in[r].count * element, Store::cached);
+      if (r != me) to_peers_.copy(group_.inbox(me) + offset, in[r].data, in[r].count * element);
       offset += in[r].count * element;
     }
   }

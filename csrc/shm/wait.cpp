@@ -1,7 +1,6 @@
 #include "shm/wait.h"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -58,20 +57,25 @@ bool Flag::sleep(std::uint64_t seen, std::chrono::nanoseconds limit) {
   return !(result == -1 && errno == EINTR);
 }
 
-SpinBudget::SpinBudget(int ranks) {
+SpinBudget::SpinBudget(bool crowded) {
   const int asked = env::spin_us();
-  const bool crowded = ranks > usable_cores();
   const int us = asked >= 0 ? asked : crowded ? 1 : 50;
   most_ = static_cast<std::uint32_t>(us) * spins_per_microsecond();
   least_ = std::min(most_, spins_per_microsecond());
   budget_ = most_;
 }
 
-int usable_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  return std::max(1, CPU_COUNT(&set));
+void move_off(const cpu_set_t& busy) {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  cpu_set_t wanted;
+  CPU_ZERO(&wanted);
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+    if (CPU_ISSET(cpu, &allowed) && !CPU_ISSET(cpu, &busy)) CPU_SET(cpu, &wanted);
+  if (CPU_COUNT(&wanted) == 0) return;
+  // The first call moves the thread at once, the second takes the restriction back.
+  if (sched_setaffinity(0, sizeof wanted, &wanted) == 0)
+    sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
 }  // namespace pyparallel::shm

@@ -12,6 +12,8 @@
 // The futex is a shared one (no FUTEX_PRIVATE_FLAG): flags are waited for across processes.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -67,8 +69,8 @@ class Sleeper {
 // end in the flag and shrinks fast when they do not.
 class SpinBudget {
  public:
-  // `ranks` on this host share the cores this process may use.
-  explicit SpinBudget(int ranks);
+  // `crowded`: the ranks of the group have fewer cores than there are ranks.
+  explicit SpinBudget(bool crowded);
 
   // Spins while `ready()` is false and the budget lasts. Gives the last answer.
   template <typename Ready>
@@ -98,7 +100,10 @@ class SpinBudget {
   std::uint32_t budget_;
 };
 
-// Cores that this process may run on (its affinity).
-int usable_cores();
+// Moves the calling thread to a core that it may use and that is not in `busy`, without narrowing
+// what it may use later. For two ranks that have come to share a core while another is idle: the
+// scheduler puts a thread that is woken near the one that woke it, and there each can only sleep
+// for the other, so that neither ever looks busy enough to be moved.
+void move_off(const cpu_set_t& busy);
 
 }  // namespace pyparallel::shm
