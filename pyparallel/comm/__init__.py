@@ -1,5 +1,6 @@
 """Communication between ranks: the communicator, its works and reductions, and its errors."""
 
+from pyparallel import _autoload
 from pyparallel.comm.communicator import Communicator, Recv, Send
 from pyparallel.comm.reductions import Reduction, premul_sum
 from pyparallel.comm.work import Work
@@ -36,3 +37,5 @@ __all__ = [
     "Work",
     "premul_sum",
 ]
+
+_autoload.register()

@@ -18,7 +18,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "planner": (set(), {"numpy"}),
     "viz": ({"schedule", "planner"}, {"numpy"}),
     "triton_kernels": (set(), {"triton", "torch"}),
-    "comm": ({"_core", "_torch", "errors"}, {"torch"}),
+    # _autoload only tells torch a name: its arrow back to comm is followed by the first group.
+    "comm": ({"_core", "_torch", "_autoload", "errors"}, {"torch"}),
     "ops": ({"comm", "triton_kernels", "errors"}, {"torch", "triton"}),
     "attention": ({"ops", "comm", "errors"}, {"torch"}),
     "layers": ({"ops", "comm", "errors"}, {"torch"}),
@@ -32,6 +33,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
 BASE = {"__init__", "_version", "errors", "environment"}
 TOP = {
     "__main__",
+    "_autoload",
     "cli",
     "doctor",
     "doctor_capabilities",

@@ -1,0 +1,107 @@
+#include "torch/rendezvous.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "base/error.h"
+#include "base/host_identity.h"
+#include "base/interrupt.h"
+
+namespace pyparallel::dist {
+namespace {
+
+using Bytes = std::vector<std::uint8_t>;
+
+// Polls with growing pauses: ends on time, and on Ctrl-C, whatever kind of store it is.
+bool wait_for(c10d::Store& store, const std::vector<std::string>& keys, Deadline deadline) {
+  std::chrono::milliseconds pause(1);
+  while (!store.check(keys)) {
+    if (deadline.expired()) return false;
+    if (interrupt_requested()) throw Interrupted("a signal ended the rendezvous");
+    std::this_thread::sleep_for(std::min<Deadline::Duration>(pause, deadline.remaining()));
+    pause = std::min(pause * 2, std::chrono::milliseconds(50));
+  }
+  return true;
+}
+
+std::string host_key(const Topology& topology, int rank) {
+  return str(topology.prefix, "host/", rank);
+}
+
+[[noreturn]] void throw_absent(const Seat& seat, const Topology& topology, Deadline deadline) {
+  std::string absent;
+  int count = 0;
+  for (int rank = 0; rank < seat.size; ++rank) {
+    if (seat.store->check({host_key(topology, rank)})) continue;
+    absent += str(count++ == 0 ? "" : ", ", rank);
+  }
+  throw Timeout(str("group ", seat.group, ": rendezvous: ", count, " of ", seat.size,
+                    " ranks absent after ", deadline.timeout_seconds(), " s: rank",
+                    count == 1 ? " " : "s ", absent, ". Seen from rank ", seat.rank,
+                    ". Check that these processes were started, with this world size and store."));
+}
+
+std::string read_identity(const Seat& seat, const Topology& topology, int rank) {
+  const Bytes bytes = seat.store->get(host_key(topology, rank));
+  const bool printable =
+      std::all_of(bytes.begin(), bytes.end(), [](std::uint8_t c) { return c > ' ' && c < 127; });
+  PYPARALLEL_REQUIRE(printable && !bytes.empty() && bytes.size() <= 256, "group ", seat.group,
+                     ": rank ", rank, " wrote ", bytes.size(),
+                     " bytes that are no host identity; is the store shared with something else?");
+  return std::string(bytes.begin(), bytes.end());
+}
+
+}  // namespace
+
+Topology meet(const Seat& seat, Deadline deadline) {
+  PYPARALLEL_REQUIRE(seat.size >= 1 && seat.rank >= 0 && seat.rank < seat.size, "group ",
+                     seat.group, ": rank ", seat.rank, " of ", seat.size,
+                     "; expected 0 <= rank < size");
+  Topology topology;
+  const std::int64_t meeting = seat.store->add(str("pyparallel/ticket/", seat.rank), 1);
+  topology.prefix = str("pyparallel/", meeting, "/");
+  const std::string mine = host_identity();
+  seat.store->set(host_key(topology, seat.rank), Bytes(mine.begin(), mine.end()));
+
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < seat.size; ++rank) keys.push_back(host_key(topology, rank));
+  if (!wait_for(*seat.store, keys, deadline)) throw_absent(seat, topology, deadline);
+
+  for (int rank = 0; rank < seat.size; ++rank) {
+    const std::string identity = read_identity(seat, topology, rank);
+    const auto known = std::find(topology.identities.begin(), topology.identities.end(), identity);
+    const auto host = static_cast<std::size_t>(known - topology.identities.begin());
+    if (known == topology.identities.end()) {
+      topology.identities.push_back(identity);
+      topology.hosts.emplace_back();
+    }
+    topology.hosts[host].push_back(rank);
+    topology.host_of.push_back(static_cast<int>(host));
+  }
+  return topology;
+}
+
+shm::UniqueId host_unique_id(const Seat& seat, const Topology& topology, int host,
+                             Deadline deadline) {
+  const std::string key = str(topology.prefix, "id/", host);
+  const int first = topology.hosts[static_cast<std::size_t>(host)].front();
+  shm::UniqueId id;
+  if (seat.rank == first) {
+    id = shm::UniqueId::random();
+    seat.store->set(key, Bytes(id.bytes.begin(), id.bytes.end()));
+    return id;
+  }
+  if (!wait_for(*seat.store, {key}, deadline)) {
+    throw Timeout(str("group ", seat.group, ": rendezvous: rank ", first, " came, but wrote no id ",
+                      "within ", deadline.timeout_seconds(), " s. Seen from rank ", seat.rank,
+                      "; look for that rank's own error."));
+  }
+  const Bytes bytes = seat.store->get(key);
+  PYPARALLEL_REQUIRE(bytes.size() == id.bytes.size(), "group ", seat.group, ": rank ", first,
+                     " wrote an id of ", bytes.size(), " bytes; expected ", id.bytes.size());
+  std::copy(bytes.begin(), bytes.end(), id.bytes.begin());
+  return id;
+}
+
+}  // namespace pyparallel::dist

@@ -1,0 +1,88 @@
+"""The torch.distributed backend "pyparallel", seen from Python.
+
+    import pyparallel.comm
+    dist.init_process_group("pyparallel")              # or "cpu:pyparallel,cuda:pyparallel"
+
+Everything else is torch's own interface: docs/torch_backend.md.
+"""
+
+import functools
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d as c10d
+
+from pyparallel import _torch
+from pyparallel.errors import InvalidArgument
+
+__all__ = ["create", "make_gloo"]
+
+# torch asks once per device type of a group, for one backend that serves them all.
+_made: "weakref.WeakKeyDictionary[Store, Any]" = weakref.WeakKeyDictionary()
+
+
+def create(options: Any, backend_options: Any = None) -> Any:
+    """The backend of one group, as torch asks for it. Collective over the group's ranks."""
+    if backend_options is not None:
+        raise InvalidArgument(
+            f"init_process_group/new_group got backend options of type "
+            f"{type(backend_options).__name__}; the backend 'pyparallel' takes none. "
+            "Pass `timeout=` to the call itself."
+        )
+    _serve_monitored_barrier()
+    group_store = getattr(options.store, "underlying_store", options.store)
+    backend = _made.get(group_store)
+    if backend is None:
+        backend = _torch.create_backend(
+            options.store,
+            options.group_rank,
+            options.group_size,
+            _name(options.group_id, list(options.global_ranks_in_group)),
+            options.timeout,
+            make_gloo,
+        )
+        _made[group_store] = backend
+    return backend
+
+
+def make_gloo(store: Store, rank: int, size: int, timeout: float) -> Any:
+    """What carries messages between hosts: torch's gloo, over the interface that it chooses."""
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+
+
+def _name(group_id: str, global_ranks: list[int]) -> str:
+    """The group's name in messages, where ranks count within the group."""
+    if not global_ranks:
+        return "world"
+    shown = ", ".join(map(str, global_ranks[:8])) + (", ..." if len(global_ranks) > 8 else "")
+    return f"{group_id} (global ranks {shown})"
+
+
+@functools.cache
+def _serve_monitored_barrier() -> None:
+    """dist.monitored_barrier refuses every backend but gloo by name: let it pass ours on."""
+    of_torch = c10d.monitored_barrier
+
+    @functools.wraps(of_torch)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        pg = None if c10d._rank_not_in_group(group) else (group or c10d._get_default_group())
+        if pg is None or not _serves_cpu(pg):
+            of_torch(group, timeout, wait_all_ranks)
+        else:
+            given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+            call: Any = pg  # torch's own stubs do not have this method
+            call.monitored_barrier(wait_all_ranks=wait_all_ranks, **given)
+
+    c10d.monitored_barrier = monitored_barrier
+    dist.monitored_barrier = monitored_barrier
+
+
+def _serves_cpu(group: dist.ProcessGroup) -> bool:
+    return "cpu:pyparallel" in c10d.get_backend_config(group).lower()
