@@ -60,6 +60,14 @@ void retire(RawComm raw) {
   tests().comms.erase(raw);
 }
 
+// A blocking call that fails leaves nothing; a non-blocking one leaves a handle that says so.
+Result end_child(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child,
+                 Result result) {
+  child->state = static_cast<int>(result);
+  if (parent->blocking && result != Result::success) retire(reinterpret_cast<RawComm>(child.get()));
+  return result;
+}
+
 // Runs on the caller's thread for a blocking communicator, else behind its back.
 Result run_job(const std::shared_ptr<Comm>& comm, std::function<Result()> job) {
   ++comm->running;
@@ -318,7 +326,7 @@ Result ncclCommSplit(RawComm raw, int color, int key, RawComm* made, ConfigRecor
     std::vector<std::string> all;
     if (!all_gather_control(*comm, std::string(reinterpret_cast<const char*>(mine), sizeof mine),
                             &all)) {
-      return Result::internal_error;
+      return end_child(comm, child, Result::internal_error);
     }
     std::vector<std::pair<int, int>> members;  // key, rank
     for (int r = 0; r < comm->size; ++r) {
@@ -332,9 +340,7 @@ Result ncclCommSplit(RawComm raw, int color, int key, RawComm* made, ConfigRecor
     for (int i = 0; i < child->size; ++i) {
       if (members[i].second == comm->rank) child->rank = i;
     }
-    const Result joined = join(child);
-    child->state = static_cast<int>(joined);
-    return joined;
+    return end_child(comm, child, join(child));
   });
 }
 
@@ -388,13 +394,13 @@ Result ncclCommGrow(RawComm raw, int size, const UniqueId* id, int rank, RawComm
       id != nullptr ? std::string(id->bytes, UniqueId::size) : std::string(UniqueId::size, '\0');
   return run_job(comm, [=] {
     std::vector<std::string> all;
-    if (!all_gather_control(*comm, own, &all)) return Result::internal_error;
+    if (!all_gather_control(*comm, own, &all)) {
+      return end_child(comm, child, Result::internal_error);
+    }
     for (const std::string& theirs : all) {
       if (theirs[0] != '\0') child->name = theirs.c_str();
     }
-    const Result joined = join(child);
-    child->state = static_cast<int>(joined);
-    return joined;
+    return end_child(comm, child, join(child));
   });
 }
 
