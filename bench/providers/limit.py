@@ -41,8 +41,10 @@ class Limit(Provider):
         library.limit_create.restype = ctypes.c_void_p
         library.limit_create.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
         library.limit_destroy.argtypes = [ctypes.c_void_p]
+        library.limit_choose.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         library.limit_all_reduce.argtypes = [
             ctypes.c_void_p,
+            ctypes.c_int,
             ctypes.POINTER(ctypes.c_void_p),
             ctypes.c_int,
             ctypes.c_size_t,
@@ -68,9 +70,11 @@ class Limit(Provider):
             raise Unsupported("the limit spins: it needs a free core per rank")
         data = (ctypes.c_void_p * len(sets))(*[b.x.data_ptr() for b in sets])
         count = sets[0].x.numel()
+        scratch = sets[0].x.clone()
+        way = self._library.limit_choose(self._limit, scratch.data_ptr(), count)
 
         def run(calls: int) -> None:
-            self._library.limit_all_reduce(self._limit, data, len(sets), count, calls)
+            self._library.limit_all_reduce(self._limit, way, data, len(sets), count, calls)
 
         return run
 
