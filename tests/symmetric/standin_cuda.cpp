@@ -4,7 +4,7 @@
 // files.
 //
 // Read from the environment at each call, so that a test may set them in one rank only:
-//   STANDIN_CUDA_DEVICES   how many devices there are (2)
+//   STANDIN_CUDA_DEVICES   how many devices there are (8)
 //   STANDIN_CUDA_LACKS     attributes that are 0: "vmm posix_fd fabric multicast peer" in any
 //   mixture STANDIN_CUDA_FAIL      "cuMemCreate:2 cuMulticastBindMem:802": these calls give these
 //   results STANDIN_CUDA_BUSY      while this file exists, cuCtxSynchronize waits
@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -80,13 +81,14 @@ bool lacks(const char* what) {
 
 // What the test wants this call to give; 0 where nothing.
 Result wanted(const char* call) {
+  if (variable("STANDIN_CUDA_DIE", "") == call) raise(SIGKILL);
   const std::string list = " " + variable("STANDIN_CUDA_FAIL", "");
   const std::string key = std::string(" ") + call + ":";
   const std::size_t at = list.find(key);
   return at == std::string::npos ? kSuccess : std::atoi(list.c_str() + at + key.size());
 }
 
-int device_count() { return std::atoi(variable("STANDIN_CUDA_DEVICES", "2").c_str()); }
+int device_count() { return std::atoi(variable("STANDIN_CUDA_DEVICES", "8").c_str()); }
 
 #define STANDIN_BEGIN                                    \
   if (Result result_ = wanted(__func__)) return result_; \
