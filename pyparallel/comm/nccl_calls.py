@@ -275,7 +275,7 @@ class _Call:
             self.views.append(view_of(out, f"{op}, out", explicit, written=True))
         self._agree()
         self.stream = self._choose_stream(explicit)
-        for view in self.views:
+        for view in self.views[:1] if x is out else self.views:
             wait_for_producer(view, self.stream)
             if explicit is not None and isinstance(view.owner, torch.Tensor):
                 _record(view, explicit)

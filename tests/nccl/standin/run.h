@@ -166,6 +166,13 @@ inline Result launch(std::vector<Call> calls) {
   Result result = Result::success;
   for (Call& call : merged) {
     Comm& comm = *call.comm;
+    if (std::string(fault) ==
+        "hang_launch") {  // as when a blocking library connects to a stuck peer
+      ++comm.running;
+      wait_until([] { return false; }, comm.stop());
+      --comm.running;
+      return Result::internal_error;
+    }
     if (!comm.blocking && comm.slow_start) {  // as when the library connects at the first use
       comm.slow_start = false;
       comm.state = static_cast<int>(Result::in_progress);
