@@ -7,6 +7,7 @@
 // `ready` and `done` count chunks for ever; every rank adds the same number per call (steps_).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -42,21 +43,52 @@ class Collectives {
   void one_shot(const void* in, void* out, std::size_t count, std::size_t inbox_offset, DType,
                 Reduction);
   void two_shot(const TwoShot&, const Deadline&);
-  void in_place_symmetric(std::size_t count, DType, Reduction, const Deadline&);
-  bool all_symmetric();
 
   // --- moves.cpp
-  struct Move;
+  // What one rank does in one call.
+  struct Move {
+    Move(DType type, int root_rank, int size) : dtype(type), root(root_rank), receive(size) {}
+
+    DType dtype;
+    int root;  // -1: none
+    std::vector<ConstBlock>
+        send;  // one block for all readers, or one for each rank (its own is unused)
+    std::vector<Block> receive;  // [size] from each rank; data null: nothing wanted
+    std::vector<int> readers;    // who reads what I send
+    ConstBlock local;            // what stays here ...
+    void* local_out = nullptr;   // ... and where it goes
+
+    bool send_shared = true;  // one block for all readers
+    int block_for(int reader) const { return send_shared ? 0 : reader; }
+
+    std::size_t send_count() const {
+      std::size_t count = 0;
+      for (const ConstBlock& block : send) count += block.count;
+      return count;
+    }
+    std::size_t largest() const {
+      std::size_t count = 0;
+      for (const ConstBlock& block : send) count = std::max(count, block.count);
+      return count;
+    }
+  };
   void move(Move&, const Deadline&);
   void move_chunked(const Move&, std::size_t largest, const Deadline&);
+
+  // --- zero_copy.cpp
+  void announce_symmetric(const void* data,
+                          std::size_t bytes);  // before arrive(); null: not asked for
+  bool all_symmetric();                        // after it; fills peers_
+  void all_reduce_symmetric(std::size_t count, DType, Reduction, const Deadline&);
+  void reduce_scatter_symmetric(const ConstBlock* in, void* out, DType, Reduction, const Deadline&);
+  void move_symmetric(const Move&, const Deadline&);
+  void finish_together(const Deadline&);
 
   // --- both
   void reserve_staging(Op op, const Deadline&);
   // Where this call's slots begin: the same on all ranks, another place each time. A line that a
   // peer has just read costs several times as much to write as one that has left its cache.
   std::size_t next_staging(std::size_t bytes);
-  // After a call read peers' memory in place: nobody returns before all have read.
-  void finish_together(const Deadline&);
   void wait_ready(int rank, std::uint64_t step, const Deadline& deadline) {
     group_.wait(group_.page(rank).ready, step, rank, deadline);
   }

@@ -37,34 +37,6 @@ std::size_t length_at(std::size_t count, std::size_t chunk, std::size_t step) {
 
 }  // namespace
 
-// What one rank does in one call.
-struct Collectives::Move {
-  Move(DType type, int root_rank, int size) : dtype(type), root(root_rank), receive(size) {}
-
-  DType dtype;
-  int root;  // -1: none
-  std::vector<ConstBlock>
-      send;  // one block for all readers, or one for each rank (its own is unused)
-  std::vector<Block> receive;  // [size] from each rank; data null: nothing wanted
-  std::vector<int> readers;    // who reads what I send
-  ConstBlock local;            // what stays here ...
-  void* local_out = nullptr;   // ... and where it goes
-
-  bool send_shared = true;  // one block for all readers
-  int block_for(int reader) const { return send_shared ? 0 : reader; }
-
-  std::size_t send_count() const {
-    std::size_t count = 0;
-    for (const ConstBlock& block : send) count += block.count;
-    return count;
-  }
-  std::size_t largest() const {
-    std::size_t count = 0;
-    for (const ConstBlock& block : send) count = std::max(count, block.count);
-    return count;
-  }
-};
-
 // `move` has begun: the header's sizes are filled in, nothing is announced yet.
 void Collectives::move(Move& move, const Deadline& deadline) {
   const int n = group_.size();
@@ -85,6 +57,7 @@ void Collectives::move(Move& move, const Deadline& deadline) {
     }
   }
   group_.arrive(deadline);
+  if (all_symmetric()) return move_symmetric(move, deadline);
 
   std::size_t largest = 0;
   for (int r = 0; r < n; ++r)
@@ -180,6 +153,7 @@ void Collectives::all_gather(const void* in, const Block* out, DType dtype,
   for (int r = 0; r < n; ++r) digest = (digest ^ out[r].count) * 1099511628211u;
   group_.mine().digest = digest;
   group_.mine().count = out[me].count;
+  announce_symmetric(in, out[me].count * size_of(dtype));
   Move move(dtype, -1, n);
   move.send = {{in, out[me].count}};
   move.receive.assign(out, out + n);
@@ -196,6 +170,7 @@ void Collectives::broadcast(void* data, std::size_t count, DType dtype, int root
   reserve_staging(Op::broadcast, deadline);
   group_.begin(Op::broadcast, deadline);
   group_.mine().count = count;
+  announce_symmetric(data, count * size_of(dtype));
   Move move(dtype, root, n);
   if (group_.rank() == root) {
     move.send = {{data, count}};

@@ -22,8 +22,6 @@ namespace {
 
 // Up to this many bytes read from peers, one wait and redundant arithmetic beat two waits.
 constexpr std::size_t kOneShotBytes = std::size_t{128} << 10;
-// Below this a buffer in symmetric memory still goes through the inbox: one wait instead of two.
-constexpr std::size_t kSymmetricBytes = std::size_t{32} << 10;
 // A chunk in flight should stay in the second-level cache of its writer and reader.
 constexpr std::size_t kPartBytes = std::size_t{256} << 10;
 constexpr std::size_t kLeastPartBytes = std::size_t{16} << 10;
@@ -160,50 +158,6 @@ void Collectives::two_shot(const TwoShot& call, const Deadline& deadline) {
   steps_ += chunks;
 }
 
-bool Collectives::all_symmetric() {
-  const int n = group_.size();
-  peers_.resize(n);
-  if (symmetric_.segment == 0) return false;
-  for (int r = 0; r < n; ++r) {
-    const CallHeader& header = group_.header(r);
-    if (header.symmetric_segment != symmetric_.segment) return false;
-    if (header.symmetric_rank < 0 || header.symmetric_rank >= symmetric_.size) return false;
-    peers_[r] = symmetric_.bases[header.symmetric_rank] + header.symmetric_offset;
-  }
-  return true;
-}
-
-void Collectives::finish_together(const Deadline& deadline) {
-  steps_ += 1;
-  my_page().ready.publish(steps_);
-  for (int r = 0; r < group_.size(); ++r)
-    if (r != group_.rank()) wait_ready(r, steps_, deadline);
-}
-
-// Zero copies: each rank reads its block from all buffers and writes the sum into all of them.
-void Collectives::in_place_symmetric(std::size_t count, DType dtype, Reduction reduction,
-                                     const Deadline& deadline) {
-  const int n = group_.size();
-  const int me = group_.rank();
-  const std::size_t element = size_of(dtype);
-  const std::size_t world = static_cast<std::size_t>(n);
-  const std::size_t begin = count * static_cast<std::size_t>(me) / world;
-  const std::size_t end = count * static_cast<std::size_t>(me + 1) / world;
-  const std::size_t step = kLeastPartBytes / element;  // the sum stays in the first-level cache
-  ReduceArgs args = arguments(dtype, reduction);
-  for (std::size_t at = begin; at < end; at += step) {
-    args.count = std::min(step, end - at);
-    for (int r = 0; r < n; ++r) inputs_[r] = peers_[r] + at * element;
-    args.out = peers_[me] + at * element;
-    args.second_out = peers_[(me + 1) % n] + at * element;
-    args.second_store = to_peers_.store();
-    shm::reduce(args);
-    for (int i = 2; i < n; ++i)
-      to_peers_.copy(peers_[(me + i) % n] + at * element, args.out, args.count * element);
-  }
-  finish_together(deadline);
-}
-
 std::size_t Collectives::next_staging(std::size_t bytes) {
   if (staging_next_ + bytes > group_.layout().staging_bytes()) staging_next_ = 0;
   const std::size_t base = staging_next_;
@@ -237,17 +191,11 @@ void Collectives::all_reduce(const void* in, void* out, std::size_t count, DType
   call.reduction = reduction.op;
   call.count = count;
   call.factor = reduction.factor;
-  symmetric_.segment = 0;
-  if (n > 1 && bytes >= kSymmetricBytes && in == out && symmetric::find(in, bytes, &symmetric_)) {
-    if (symmetric_.device >= 0) symmetric_.segment = 0;
-    call.symmetric_segment = symmetric_.segment;
-    call.symmetric_rank = static_cast<std::int16_t>(symmetric_.rank);
-    call.symmetric_offset = symmetric_.offset;
-  }
+  announce_symmetric(in == out ? in : nullptr, bytes);
   if (small && n > 1) to_peers_.copy(group_.inbox(group_.rank()), in, bytes);
   group_.arrive(deadline);
 
-  if (all_symmetric()) return in_place_symmetric(count, dtype, reduction, deadline);
+  if (all_symmetric()) return all_reduce_symmetric(count, dtype, reduction, deadline);
   if (small) return one_shot(in, out, count, 0, dtype, reduction);
   TwoShot two;
   two.dtype = dtype;
@@ -316,6 +264,10 @@ void Collectives::reduce_scatter(const ConstBlock* in, void* out, DType dtype, R
   call.count = in[me].count;
   call.digest = digest_of(in, n);
   call.factor = reduction.factor;
+  bool contiguous = true;
+  for (int r = 1; r < n; ++r)
+    contiguous = contiguous && in[r].data == bytes_at(in[r - 1].data, in[r - 1].count * element);
+  announce_symmetric(contiguous ? in[0].data : nullptr, total * element);
   std::size_t before_mine = 0;
   if (small) {
     std::size_t offset = 0;
@@ -327,6 +279,7 @@ void Collectives::reduce_scatter(const ConstBlock* in, void* out, DType dtype, R
   }
   group_.arrive(deadline);
 
+  if (all_symmetric()) return reduce_scatter_symmetric(in, out, dtype, reduction, deadline);
   if (small) return one_shot(in[me].data, out, in[me].count, before_mine, dtype, reduction);
   TwoShot two;
   two.dtype = dtype;
