@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "cuda/device.h"
 #include "cuda/memory_order.h"
@@ -50,10 +51,26 @@ PYPARALLEL_DEVICE order::Bits128 multimem_sum(const Multicast& m, std::size_t of
 #endif
 #endif
 
+// 16 bytes of elements, the first in the low bits. Words, not elements: what is only moved then
+// stays in four registers, and the next load need not wait for this one to be taken apart.
 template <typename T>
 struct alignas(16) Pack {
   static constexpr int size = 16 / sizeof(T);
-  T v[size];
+  static constexpr int per_word = 4 / sizeof(T);
+  std::uint32_t word[4];
+
+  PYPARALLEL_DEVICE T get(int k) const {
+    const std::uint32_t bits = word[k / per_word] >> (k % per_word * 8 * sizeof(T));
+    T x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+  }
+  // Of a pack whose element k is zero.
+  PYPARALLEL_DEVICE void set(int k, T x) {
+    std::uint32_t bits = 0;
+    memcpy(&bits, &x, sizeof x);
+    word[k / per_word] |= bits << (k % per_word * 8 * sizeof(T));
+  }
 };
 
 template <typename T>
@@ -80,10 +97,10 @@ template <typename T>
 PYPARALLEL_DEVICE Pack<T> load_pack(Array<const T> a, std::size_t i) {
   const T* from = a.data + i * Pack<T>::size;
   if (a.aligned() && a.whole(i)) return *reinterpret_cast<const Pack<T>*>(from);
-  Pack<T> p;
+  Pack<T> p{};
 #pragma unroll
   for (int k = 0; k < Pack<T>::size; ++k) {
-    p.v[k] = i * Pack<T>::size + k < a.count ? from[k] : T{};
+    if (i * Pack<T>::size + k < a.count) p.set(k, from[k]);
   }
   return p;
 }
@@ -97,7 +114,7 @@ PYPARALLEL_DEVICE void store_pack(Array<T> a, std::size_t i, const Pack<T>& p) {
   }
 #pragma unroll
   for (int k = 0; k < Pack<T>::size; ++k) {
-    if (i * Pack<T>::size + k < a.count) to[k] = p.v[k];
+    if (i * Pack<T>::size + k < a.count) to[k] = p.get(k);
   }
 }
 
@@ -109,15 +126,20 @@ PYPARALLEL_DEVICE Pack<T> sum_slots(const char* slots, std::size_t slot_bytes, u
   Pack<T> p = *reinterpret_cast<const Pack<T>*>(from);
   float sum[Pack<T>::size];
 #pragma unroll
-  for (int k = 0; k < Pack<T>::size; ++k) sum[k] = to_float(p.v[k]);
+  for (int k = 0; k < Pack<T>::size; ++k) sum[k] = to_float(p.get(k));
 #pragma unroll 4
   for (unsigned r = 1; r < world; ++r) {
     p = *reinterpret_cast<const Pack<T>*>(from + r * slot_bytes);
 #pragma unroll
-    for (int k = 0; k < Pack<T>::size; ++k) sum[k] += to_float(p.v[k]);
+    for (int k = 0; k < Pack<T>::size; ++k) sum[k] += to_float(p.get(k));
   }
+  p = Pack<T>{};
 #pragma unroll
-  for (int k = 0; k < Pack<T>::size; ++k) from_float(sum[k], &p.v[k]);
+  for (int k = 0; k < Pack<T>::size; ++k) {
+    T rounded;
+    from_float(sum[k], &rounded);
+    p.set(k, rounded);
+  }
   return p;
 }
 

@@ -7,38 +7,6 @@
 namespace pyparallel::cuda {
 namespace {
 
-using Kernel = void (*)(Call);
-
-Kernel by_dtype(DType dtype, Kernel f32, Kernel f16, Kernel bf16) {
-  return dtype == DType::f32 ? f32 : dtype == DType::f16 ? f16 : bf16;
-}
-
-Kernel kernel_of(Op op, DType dtype) {
-  switch (op) {
-    case Op::barrier:
-      return barrier;
-    case Op::all_reduce_one_shot:
-      return by_dtype(dtype, all_reduce_one_shot<float>, all_reduce_one_shot<Half>,
-                      all_reduce_one_shot<BFloat16>);
-    case Op::all_reduce_two_shot:
-      return by_dtype(dtype, all_reduce_two_shot<float>, all_reduce_two_shot<Half>,
-                      all_reduce_two_shot<BFloat16>);
-    case Op::all_reduce_multimem:
-      return by_dtype(dtype, all_reduce_multimem<float>, all_reduce_multimem<Half>,
-                      all_reduce_multimem<BFloat16>);
-    case Op::all_gather:
-      return by_dtype(dtype, all_gather<float>, all_gather<Half>, all_gather<Half>);
-    case Op::reduce_scatter:
-      return by_dtype(dtype, reduce_scatter<float>, reduce_scatter<Half>, reduce_scatter<BFloat16>);
-    case Op::put_signal:
-      return put_signal;
-    case Op::wait_signal:
-      return wait_signal;
-    default:
-      return nullptr;
-  }
-}
-
 int current_device(Device* device) {
   int major = 0, minor = 0;
   cudaError_t error = cudaGetDevice(&device->index);

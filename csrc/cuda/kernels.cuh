@@ -24,15 +24,30 @@ PYPARALLEL_DEVICE void for_packs(std::size_t packs, F&& do_pack) {
   }
 }
 
-// do_rank(r) for all ranks, each rank beginning with its right neighbour: no link is everybody's
-// first.
-template <typename F>
-PYPARALLEL_DEVICE void for_ranks_from_next(const Call& call, F&& do_rank) {
+// Which rank is number `n` in this rank's order: each begins with its right neighbour, so that no
+// link is everybody's first.
+PYPARALLEL_DEVICE std::uint32_t rank_in_turn(const Call& call, std::uint32_t n) {
+  const std::uint32_t r = static_cast<std::uint32_t>(call.seat.rank) + 1 + n;
+  return r < call.seat.layout.world ? r : r - call.seat.layout.world;
+}
+
+// store(r, load(r)) for all ranks r. Four loads are under way before the first store: the compiler
+// may not move a load over a store to an address it does not know, and one at a time would wait for
+// each.
+template <typename T, typename Load, typename Store>
+PYPARALLEL_DEVICE void move_packs(const Call& call, Load&& load, Store&& store) {
   const std::uint32_t world = call.seat.layout.world;
-  std::uint32_t r = static_cast<std::uint32_t>(call.seat.rank);
-  for (std::uint32_t n = 0; n < world; ++n) {
-    r = r + 1 == world ? 0 : r + 1;
-    do_rank(r);
+  constexpr std::uint32_t batch = 4;
+  for (std::uint32_t n = 0; n < world; n += batch) {
+    Pack<T> p[batch];
+#pragma unroll
+    for (std::uint32_t k = 0; k < batch; ++k) {
+      if (n + k < world) p[k] = load(rank_in_turn(call, n + k));
+    }
+#pragma unroll
+    for (std::uint32_t k = 0; k < batch; ++k) {
+      if (n + k < world) store(rank_in_turn(call, n + k), p[k]);
+    }
   }
 }
 
@@ -56,14 +71,20 @@ PYPARALLEL_DEVICE const char* own_slots(const Call& call, const Phase& phase) {
   return workspace_of(call, call.seat.rank) + call.seat.layout.data(phase.buffer(), 0);
 }
 
+template <typename T>
+PYPARALLEL_DEVICE void store_on_all(const Call& call, std::size_t offset, std::size_t i,
+                                    const Pack<T>& p) {
+  for (std::uint32_t n = 0; n < call.seat.layout.world; ++n) {
+    *pack_at<T>(call, rank_in_turn(call, n), offset, i) = p;
+  }
+}
+
 // This rank's input into its slot on every rank.
 template <typename T>
 PYPARALLEL_DEVICE void push_to_all(const Call& call, const Phase& phase, std::size_t packs) {
   const std::size_t slot = call.seat.layout.data(phase.buffer(), call.seat.rank);
-  for_packs(packs, [&](std::size_t i) {
-    const Pack<T> p = load_pack(input_of<T>(call), i);
-    for_ranks_from_next(call, [&](std::uint32_t r) { *pack_at<T>(call, r, slot, i) = p; });
-  });
+  for_packs(packs,
+            [&](std::size_t i) { store_on_all(call, slot, i, load_pack(input_of<T>(call), i)); });
 }
 
 // The sum of this rank's slots into its output.
@@ -73,6 +94,23 @@ PYPARALLEL_DEVICE void sum_to_output(const Call& call, const Phase& phase, std::
   const char* slots = own_slots(call, phase);
   for_packs(packs, [&](std::size_t i) {
     store_pack(output_of<T>(call), i, sum_slots<T>(slots, layout.slot_bytes, layout.world, i));
+  });
+}
+
+// The sums of all chunks, chunk r in result slot r, into this rank's output.
+template <typename T>
+PYPARALLEL_DEVICE void sums_to_output(const Call& call, const Phase& phase, std::size_t packs,
+                                      std::size_t chunk) {
+  for_packs(chunk, [&](std::size_t i) {
+    move_packs<T>(
+        call,
+        [&](std::uint32_t r) {
+          const std::size_t slot = call.seat.layout.result(phase.buffer(), r);
+          return *pack_at<T>(call, call.seat.rank, slot, i);
+        },
+        [&](std::uint32_t r, const Pack<T>& p) {
+          if (r * chunk + i < packs) store_pack(output_of<T>(call), r * chunk + i, p);
+        });
   });
 }
 
@@ -106,28 +144,21 @@ PYPARALLEL_KERNEL all_reduce_two_shot(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
   const std::size_t chunk = (packs + layout.world - 1) / layout.world;
   const std::size_t slot = layout.data(phase.buffer(), call.seat.rank);
   for_packs(chunk, [&](std::size_t i) {
-    for_ranks_from_next(call, [&](std::uint32_t r) {
-      const std::size_t source = r * chunk + i;
-      if (source < packs) *pack_at<T>(call, r, slot, i) = load_pack(input_of<T>(call), source);
-    });
+    move_packs<T>(
+        call, [&](std::uint32_t r) { return load_pack(input_of<T>(call), r * chunk + i); },
+        [&](std::uint32_t r, const Pack<T>& p) {
+          if (r * chunk + i < packs) *pack_at<T>(call, r, slot, i) = p;
+        });
   });
   if (!exchange(call, phase, 0)) return;
   const char* slots = own_slots(call, phase);
   const std::size_t sums = layout.result(phase.buffer(), call.seat.rank);
   for_packs(chunk, [&](std::size_t i) {
     if (call.seat.rank * chunk + i >= packs) return;
-    const Pack<T> p = sum_slots<T>(slots, layout.slot_bytes, layout.world, i);
-    for_ranks_from_next(call, [&](std::uint32_t r) { *pack_at<T>(call, r, sums, i) = p; });
+    store_on_all(call, sums, i, sum_slots<T>(slots, layout.slot_bytes, layout.world, i));
   });
   if (!exchange(call, phase, 1)) return;
-  for_packs(chunk, [&](std::size_t i) {
-    for (std::uint32_t r = 0; r < layout.world; ++r) {
-      const std::size_t target = r * chunk + i;
-      if (target >= packs) break;
-      const std::size_t sum = layout.result(phase.buffer(), r);
-      store_pack(output_of<T>(call), target, *pack_at<T>(call, call.seat.rank, sum, i));
-    }
-  });
+  sums_to_output<T>(call, phase, packs, chunk);
   finish(call, phase);
 }
 
@@ -148,10 +179,11 @@ PYPARALLEL_KERNEL all_reduce_multimem(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
   const Multicast all{static_cast<char*>(call.seat.multicast), call.seat.peers, layout.world};
   // Chunk r lies in slot r, on every rank.
   for_packs(chunk, [&](std::size_t i) {
-    for (std::uint32_t r = 0; r < layout.world && r * chunk + i < packs; ++r) {
-      const Pack<T> p = load_pack(input_of<T>(call), r * chunk + i);
-      *pack_at<T>(call, me, data + r * layout.slot_bytes, i) = p;
-    }
+    move_packs<T>(
+        call, [&](std::uint32_t r) { return load_pack(input_of<T>(call), r * chunk + i); },
+        [&](std::uint32_t r, const Pack<T>& p) {
+          if (r * chunk + i < packs) *pack_at<T>(call, me, data + r * layout.slot_bytes, i) = p;
+        });
   });
   order::fence_alias();
   if (!exchange(call, phase, 0)) return;
@@ -164,12 +196,7 @@ PYPARALLEL_KERNEL all_reduce_multimem(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
   order::fence_alias();
   if (!exchange(call, phase, 1)) return;
   order::fence_alias();
-  for_packs(chunk, [&](std::size_t i) {
-    for (std::uint32_t r = 0; r < layout.world && r * chunk + i < packs; ++r) {
-      const Pack<T>* sum = pack_at<T>(call, me, sums + r * layout.slot_bytes, i);
-      store_pack(output_of<T>(call), r * chunk + i, *sum);
-    }
-  });
+  sums_to_output<T>(call, phase, packs, chunk);
   finish(call, phase);
 #endif  // launchers refuse older devices
 }
@@ -184,10 +211,13 @@ PYPARALLEL_KERNEL all_gather(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
   push_to_all<T>(call, phase, packs);
   if (!exchange(call, phase, 0)) return;
   for_packs(packs, [&](std::size_t i) {
-    for (std::uint32_t r = 0; r < layout.world; ++r) {
-      const std::size_t from = layout.data(phase.buffer(), r);
-      store_pack(output_of<T>(call, r), i, *pack_at<T>(call, call.seat.rank, from, i));
-    }
+    move_packs<T>(
+        call,
+        [&](std::uint32_t r) {
+          const std::size_t slot = layout.data(phase.buffer(), r);
+          return *pack_at<T>(call, call.seat.rank, slot, i);
+        },
+        [&](std::uint32_t r, const Pack<T>& p) { store_pack(output_of<T>(call, r), i, p); });
   });
   finish(call, phase);
 }
@@ -201,9 +231,9 @@ PYPARALLEL_KERNEL reduce_scatter(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
   const std::size_t packs = packs_in<T>(call.count);
   const std::size_t slot = layout.data(phase.buffer(), call.seat.rank);
   for_packs(packs, [&](std::size_t i) {
-    for_ranks_from_next(call, [&](std::uint32_t r) {
-      *pack_at<T>(call, r, slot, i) = load_pack(input_of<T>(call, r), i);
-    });
+    move_packs<T>(
+        call, [&](std::uint32_t r) { return load_pack(input_of<T>(call, r), i); },
+        [&](std::uint32_t r, const Pack<T>& p) { *pack_at<T>(call, r, slot, i) = p; });
   });
   if (!exchange(call, phase, 0)) return;
   sum_to_output<T>(call, phase, packs);
@@ -241,6 +271,39 @@ PYPARALLEL_KERNEL wait_signal(PYPARALLEL_KERNEL_ARGUMENT(Call) call) {
     pause_polling(polls);
   }
   *consumed = expected;
+}
+
+using Kernel = decltype(&barrier);
+
+inline Kernel by_dtype(DType dtype, Kernel f32, Kernel f16, Kernel bf16) {
+  return dtype == DType::f32 ? f32 : dtype == DType::f16 ? f16 : bf16;
+}
+
+// The kernel of an op on elements of a type (one that request_misfit allows); null for no op.
+inline Kernel kernel_of(Op op, DType dtype) {
+  switch (op) {
+    case Op::barrier:
+      return barrier;
+    case Op::all_reduce_one_shot:
+      return by_dtype(dtype, all_reduce_one_shot<float>, all_reduce_one_shot<Half>,
+                      all_reduce_one_shot<BFloat16>);
+    case Op::all_reduce_two_shot:
+      return by_dtype(dtype, all_reduce_two_shot<float>, all_reduce_two_shot<Half>,
+                      all_reduce_two_shot<BFloat16>);
+    case Op::all_reduce_multimem:
+      return by_dtype(dtype, all_reduce_multimem<float>, all_reduce_multimem<Half>,
+                      all_reduce_multimem<BFloat16>);
+    case Op::all_gather:
+      return by_dtype(dtype, all_gather<float>, all_gather<Half>, all_gather<Half>);
+    case Op::reduce_scatter:
+      return by_dtype(dtype, reduce_scatter<float>, reduce_scatter<Half>, reduce_scatter<BFloat16>);
+    case Op::put_signal:
+      return put_signal;
+    case Op::wait_signal:
+      return wait_signal;
+    default:
+      return nullptr;
+  }
 }
 
 }  // namespace pyparallel::cuda

@@ -7,11 +7,13 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from bench.static.cuda_kernels import compile_kernels
+
 ROOT = Path(__file__).resolve().parents[2]
 EMULATION = ROOT / "tests" / "cuda" / "emulation"
 KEPT = ROOT / "build" / "tests" / "cuda"
 CORE = ("cuda/calls.cpp", "cuda/choice.cpp", "cuda/loader.cpp", "base/error.cpp")
-SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
+SUFFIXES = (".h", ".cpp", ".cu", ".cuh", ".py")
 
 
 def _fingerprint(command: list[str], folders: list[Path]) -> str:
@@ -66,27 +68,12 @@ def emulation(sources: list[str], sanitizers: str, *defines: str) -> Path:
     return program
 
 
-def nvcc() -> str | None:
-    """Path of the CUDA compiler, None where there is none."""
-    found = shutil.which("nvcc")
-    default = Path("/usr/local/cuda/bin/nvcc")
-    return found or (str(default) if default.exists() else None)
-
-
-def compiled_kernels(arch: str) -> tuple[Path, Path, str]:
+def compiled_kernels(nvcc: str, arch: str) -> tuple[Path, Path, str]:
     """Cubin and PTX of all kernels for one architecture, and what the assembler said of them."""
-    compiler = nvcc()
-    assert compiler is not None
-    source = ROOT / "csrc" / "cuda" / "kernels.cu"
-    flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", f"-arch=sm_{arch}"]
-    folders = [ROOT / "csrc" / "cuda", ROOT / "csrc" / "base"]
-    folder = KEPT / _fingerprint([compiler, *flags], folders)
-    cubin, ptx, report = folder / "kernels.cubin", folder / "kernels.ptx", folder / "report.txt"
+    sources = [ROOT / "csrc" / "cuda", ROOT / "csrc" / "base", ROOT / "bench" / "static"]
+    folder = KEPT / _fingerprint([nvcc, arch], sources)
+    report = folder / "report.txt"
     if not report.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _checked([compiler, *flags, "-ptx", str(source), "-o", str(ptx)])
-        said = _checked(
-            [compiler, *flags, "-Xptxas", "-v", "-cubin", str(source), "-o", str(cubin)]
-        )
-        report.write_text(said)
-    return cubin, ptx, report.read_text()
+        report.write_text(compile_kernels(nvcc, arch, folder)[2])
+    return folder / "kernels.cubin", folder / "kernels.ptx", report.read_text()

@@ -59,10 +59,14 @@ order::Bits128 multimem_sum(const Multicast& m, std::size_t offset, T) {
   for (std::uint32_t n = 0; n < m.world; ++n) {
     const char* memory = static_cast<const char*>(m.peers[(first + n) % m.world]) + offset;
     const Pack<T> p = *reinterpret_cast<const Pack<T>*>(memory);
-    for (int k = 0; k < Pack<T>::size; ++k) sum[k] += to_float(p.v[k]);
+    for (int k = 0; k < Pack<T>::size; ++k) sum[k] += to_float(p.get(k));
   }
-  Pack<T> p;
-  for (int k = 0; k < Pack<T>::size; ++k) from_float(sum[k], &p.v[k]);
+  Pack<T> p{};
+  for (int k = 0; k < Pack<T>::size; ++k) {
+    T rounded;
+    from_float(sum[k], &rounded);
+    p.set(k, rounded);
+  }
   order::Bits128 bits;
   std::memcpy(&bits, &p, sizeof bits);
   return bits;

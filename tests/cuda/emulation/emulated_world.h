@@ -15,13 +15,13 @@
 
 namespace pyparallel::cuda::emulation {
 
-using Kernel = void (*)(const Call&);
+using HostKernel = void (*)(const Call&);
 
-Kernel kernel_of(Op op, DType dtype);
+HostKernel host_kernel_of(Op op, DType dtype);
 
 // One launch, recorded: what a captured graph holds.
 struct Recorded {
-  Kernel kernel;
+  HostKernel kernel;
   Grid grid;
   Call call;
 };
@@ -57,7 +57,7 @@ inline void run(const Recorded& launch, Blocks blocks = Blocks::together) {
 inline std::vector<Recorded> record(const Request& request, const Seat& seat) {
   std::vector<Recorded> launches;
   for_each_call(request, seat, [&](const Call& call, Grid grid) {
-    launches.push_back({kernel_of(request.op, request.dtype), grid, call});
+    launches.push_back({host_kernel_of(request.op, request.dtype), grid, call});
     return 0;
   });
   return launches;

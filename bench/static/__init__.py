@@ -1,0 +1,1 @@
+"""What compiled kernels say before any GPU runs them."""
