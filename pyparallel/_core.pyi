@@ -133,4 +133,51 @@ def symmetric_find(
 def symmetric_registered() -> int: ...
 def cuda_driver_unavailable() -> str: ...
 def drain_released_devices(timeout_ms: int) -> bool: ...
+
+CUDA_STATUS_BYTES: int
+CUDA_WORKSPACE_ALIGNMENT: int
+
+class CudaWorkspaceLayout:
+    def __init__(self, world: int, max_blocks: int, signals: int, slot_bytes: int) -> None: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def max_blocks(self) -> int: ...
+    @property
+    def signals(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+class CudaSeat:
+    def __init__(
+        self, rank: int, peers: list[int], layout: CudaWorkspaceLayout, status: int, multicast: int
+    ) -> None: ...
+    def launch(
+        self,
+        op: int,
+        dtype: int,
+        input: int,
+        output: int,
+        count: int,
+        blocks: int,
+        threads: int,
+        index: int,
+        peer: int,
+        timeout_ns: int,
+        stream: int,
+    ) -> None: ...
+    def raise_failure(self, group: str) -> None: ...
+    def abort(self) -> None: ...
+
+def cuda_choose(
+    collective: int,
+    dtype: int,
+    count: int,
+    layout: CudaWorkspaceLayout,
+    multicast: bool,
+    rank_order: bool,
+    nccl: bool,
+) -> dict[str, Any]: ...
 def __getattr__(name: str) -> Any: ...

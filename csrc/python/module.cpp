@@ -9,6 +9,7 @@ PYBIND11_MODULE(_core, m) {
   python::register_errors(m);
   python::register_machine(m);
   if (python::register_communicator != nullptr) python::register_communicator(m);
+  if (python::register_cuda_kernels != nullptr) python::register_cuda_kernels(m);
   if (python::register_nccl != nullptr) python::register_nccl(m);
   if (python::register_symmetric != nullptr) python::register_symmetric(m);
 }

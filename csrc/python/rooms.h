@@ -10,6 +10,7 @@ void register_machine(pybind11::module_& m);  // machine.cpp
 
 // Weak: a build without the room's file is a build without the room.
 [[gnu::weak]] void register_communicator(pybind11::module_& m);  // communicator.cpp
+[[gnu::weak]] void register_cuda_kernels(pybind11::module_& m);  // cuda_kernels.cpp
 [[gnu::weak]] void register_nccl(pybind11::module_& m);          // nccl.cpp
 [[gnu::weak]] void register_symmetric(pybind11::module_& m);     // symmetric.cpp
 

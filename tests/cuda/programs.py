@@ -37,20 +37,38 @@ def _checked(command: list[str]) -> str:
 
 def emulation(sources: list[str], sanitizers: str, *defines: str) -> Path:
     """A program of emulation sources and the host half of csrc/cuda, under these sanitizers."""
-    compiler = os.environ.get("CXX", "g++")
     flags = [
         # The other sanitizers take four times as long to compile optimised code.
         "-O1" if sanitizers == "thread" else "-O0",
-        *("-std=c++20", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas"),
-        *("-pthread", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"),
+        *(f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"),
+    ]
+    return _build("emulation", flags, defines, sources, CORE, ["-ldl"])
+
+
+def shared_object(sources: list[str], *defines: str) -> Path:
+    """A libpyparallel_cuda.so of emulation sources, to be found by PYPARALLEL_CUDA_LIB."""
+    return _build("stand_in.so", ["-O1", "-fPIC"], defines, sources, CORE[:1], ["-shared"])
+
+
+def _build(
+    name: str,
+    flags: list[str],
+    defines: tuple[str, ...],
+    sources: list[str],
+    core: tuple[str, ...],
+    link: list[str],
+) -> Path:
+    compiler = os.environ.get("CXX", "g++")
+    flags = [
+        *flags,
+        *("-std=c++20", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-pthread"),
         *("-DPYPARALLEL_CUDA_EMULATION", f"-I{ROOT / 'csrc'}", f"-I{EMULATION}"),
         *(f"-D{define}" for define in defines),
     ]
-    files = [EMULATION / name for name in sources] + [ROOT / "csrc" / name for name in CORE]
+    files = [EMULATION / source for source in sources] + [ROOT / "csrc" / file for file in core]
     folders = [EMULATION, ROOT / "csrc" / "cuda", ROOT / "csrc" / "base"]
-    key = _fingerprint([compiler, *flags, *map(str, files)], folders)
-    folder = KEPT / key
-    program = folder / "emulation"
+    folder = KEPT / _fingerprint([compiler, *flags, *map(str, files)], folders)
+    program = folder / name
     if program.exists():
         return program
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +81,7 @@ def emulation(sources: list[str], sanitizers: str, *defines: str) -> Path:
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         objects = list(pool.map(compile_one, files))
-    _checked([compiler, *flags, *objects, "-ldl", "-o", f"{program}.new"])
+    _checked([compiler, *flags, *objects, *link, "-o", f"{program}.new"])
     Path(f"{program}.new").rename(program)
     return program
 
