@@ -68,6 +68,8 @@ def options_from(arguments: argparse.Namespace) -> Options:
     if min(worlds) < 1:
         raise ValueError(f"--world {min(worlds)}: want at least one rank")
     peers = list(dict.fromkeys(arguments.peer))
+    if arguments.device == "cuda" and peers:
+        raise ValueError(f"--peer {peers[0]} moves CPU memory: leave it out with --device cuda")
     if arguments.device == "cpu" and "limit" not in peers and not providers.missing("limit"):
         peers.append("limit")
     seconds = arguments.seconds or (QUICK_SECONDS / len(worlds) if arguments.quick else 0.0)

@@ -80,6 +80,7 @@ class Contest:
         return [
             self._row(case, plan, trials, ours, peer)
             for ours, peer in pairs
+            if case.op not in trials[ours].provider.lacks
             if peer not in OPTIONAL_PEERS or trials[peer].run is not None
         ]
 
@@ -198,7 +199,7 @@ class Contest:
         return Row(
             suite=self.suite,
             op=case.op,
-            api="torch.distributed" if ours == "torch" else ours,
+            api="torch.distributed" if ours == "torch" else "direct",
             shape=list(shares) if shares else [plan.out_count],
             dtype=case.dtype,
             world_size=case.world,

@@ -26,6 +26,11 @@ PROVIDERS: dict[str, Entry] = {
     "direct": Entry(
         "bench.providers.direct:Direct", ("pyparallel._core",), mend="build it: pip install -e ."
     ),
+    "direct_nccl": Entry(
+        "bench.providers.direct_nccl:DirectNccl",
+        ("pyparallel._core",),
+        mend="build it: pip install -e .",
+    ),
     "torch": Entry(
         "bench.providers.torch_distributed:Ours",
         ("pyparallel._torch",),

@@ -109,12 +109,12 @@ class TorchDistributed(Provider):
 class Ours(TorchDistributed):
     name = "torch"
     backend = "pyparallel"
-    wide_sum = True
 
     def __init__(self, setup: Setup) -> None:
         import pyparallel.comm  # noqa: F401  (registers the backend)
 
         super().__init__(setup)
+        self.wide_sum = setup.device.type == "cpu"  # on CUDA, NCCL rounds as it does
 
 
 class Gloo(TorchDistributed):

@@ -48,5 +48,6 @@ def stock(options: Options) -> str:
 
 def pairs(options: Options) -> list[tuple[str, str]]:
     """(ours, peer) for each row of a case."""
-    found = [("direct", stock(options)), ("torch", stock(options))]
-    return found + [("direct", peer) for peer in options.peers]
+    direct = "direct_nccl" if options.device == "cuda" else "direct"
+    found = [(direct, stock(options)), ("torch", stock(options))]
+    return found + [(direct, peer) for peer in options.peers]

@@ -1,6 +1,6 @@
 """Whole runs with real ranks, small ones: verification catches what is wrong, faults end the run.
 
-Stand-ins (wrong_providers.py) take the place of ours, so these tests do not depend on the core.
+Stand-ins (wrong_providers.py) take the place of ours in all but the tests of the real thing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import cli, runner
+from bench import cli, providers, runner
 from bench.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
+LACKS = "; ".join(filter(None, map(providers.missing, ("direct", "torch", "limit"))))
 STANDINS = "tests.bench.wrong_providers"
 SMALL = Options(
     quick=True, worlds=(2,), ops=("all_reduce",), sizes=(4096,), dtypes=("float32",), seconds=0.2,
@@ -67,27 +68,25 @@ def test_every_op_is_verified_and_timed_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("standin", "op", "said"),
+    ("op", "wrong"),
     [
-        ("OneElementOff", "all_reduce", "rank 1: error"),
-        ("OwnRounding", "all_reduce", "ranks hold different bits"),
-        ("DoesNothing", "all_gather", "rank 0: error inf"),
-        ("SwapsBlocks", "all_gather", "at element 0"),
-        ("Raises", "all_reduce", "RuntimeError: out of order today"),
-        ("Lacks", "all_reduce", "has no such thing"),
+        ("all_reduce", {"OneElementOff": "rank 1: error", "OwnRounding": "different bits"}),
+        ("all_gather", {"DoesNothing": "rank 0: error inf", "SwapsBlocks": "at element 0"}),
+        ("all_reduce", {"Raises": "RuntimeError: out of order today", "Lacks": "no such thing"}),
     ],
 )
-def test_a_wrong_contestant_is_marked_and_not_timed(standin: str, op: str, said: str) -> None:
-    rows, problems = runner.run("collectives", options(standin, ops=(op,)), lambda _: None)
+def test_wrong_contestants_are_marked_and_not_timed(op: str, wrong: dict[str, str]) -> None:
+    names = [f"{STANDINS}:{standin}" for standin in wrong]
+    asked = replace(SMALL, ops=(op,), replace=dict(zip(("direct", "torch"), names, strict=True)))
+    rows, problems = runner.run("collectives", asked, lambda _: None)
     assert not problems
-    direct, torch = rows
-    assert not direct.verified
-    assert direct.ours_us is None
-    assert direct.speedup is None
-    assert said in direct.note
-    assert direct.peer_us is not None  # the others go on
-    assert torch.verified
-    assert torch.speedup is not None
+    assert len(rows) == 2
+    for row, said in zip(rows, wrong.values(), strict=True):
+        assert not row.verified
+        assert row.ours_us is None
+        assert row.speedup is None
+        assert said in row.note
+        assert row.peer_us is not None  # the others go on
 
 
 def test_a_wrong_peer_is_a_problem_too() -> None:
@@ -97,6 +96,32 @@ def test_a_wrong_peer_is_a_problem_too() -> None:
     assert all(row.verified and row.speedup is None for row in rows)
     assert len(problems) == 1
     assert "off WRONG" in problems[0]
+
+
+@pytest.mark.skipif(bool(LACKS), reason=LACKS)
+def test_the_real_thing_and_the_limit_are_verified_and_timed() -> None:
+    real = replace(SMALL, peers=("limit",), sizes=(4096, 1 << 20), ops=("all_reduce", "exchange"))
+    rows, problems = runner.run("collectives", real, lambda _: None)
+    assert not problems
+    assert [(r.api, r.peer) for r in rows if r.op == "all_reduce" and r.bytes == 4096] == [
+        ("direct", "gloo"),
+        ("torch.distributed", "gloo"),
+        ("direct", "limit"),
+    ]
+    for row in rows:
+        assert row.verified, row.note
+        assert row.peer_verified, row.note
+        assert row.speedup is not None
+        assert (row.bound_us is not None) == (row.op == "all_reduce")
+
+
+@pytest.mark.skipif(bool(LACKS), reason=LACKS)
+def test_a_busy_machine_is_run_and_marked() -> None:
+    rows, problems = runner.run("collectives", replace(SMALL, busy=True), lambda _: None)
+    assert not problems
+    assert rows
+    assert all(row.busy and row.verified for row in rows)
+    assert children() == set()
 
 
 def test_a_dead_rank_ends_the_run_with_its_name() -> None:
@@ -142,6 +167,7 @@ _options_from = cli.options_from
     [
         (["nosuch"], "suite 'nosuch' is not one of collectives"),
         (["--world", "0"], "want at least one rank"),
+        (["--device", "cuda", "--peer", "limit"], "moves CPU memory"),
     ],
 )
 def test_requests_that_make_no_sense(
