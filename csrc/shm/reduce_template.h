@@ -109,8 +109,10 @@ void run(const ReduceArgs& args) {
   std::size_t at = 0;
   bool streamed = false;
   bool second_streamed = false;
-  if (bytes >= 16 * kWidth) {  // align the output, where whole elements can
-    const std::size_t head = bytes_to_alignment(args.out);
+  if (bytes >= 16 * kWidth) {
+    // Align an output, where whole elements can: the one that is streamed, else the first.
+    const bool by_second = args.second_out && args.second_store == Store::streamed;
+    const std::size_t head = bytes_to_alignment(by_second ? args.second_out : args.out);
     if (head % Type::element == 0) {
       if (head != 0) tile_part<Type, Op>(args, op, 0, head);
       at = head;

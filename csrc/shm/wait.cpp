@@ -59,9 +59,12 @@ bool Flag::sleep(std::uint64_t seen, std::chrono::nanoseconds limit) {
 
 SpinBudget::SpinBudget(bool crowded) {
   const int asked = env::spin_us();
-  const int us = asked >= 0 ? asked : crowded ? 1 : 50;
-  most_ = static_cast<std::uint32_t>(us) * spins_per_microsecond();
-  least_ = std::min(most_, spins_per_microsecond());
+  // With a core each: up to what a sleep and a wake-up cost several times over, and never less than
+  // they cost once, since a peer that is merely between two calls comes back sooner.
+  const int most = asked >= 0 ? asked : crowded ? 1 : 100;
+  const int least = std::min(most, crowded ? 1 : 20);
+  most_ = static_cast<std::uint32_t>(most) * spins_per_microsecond();
+  least_ = static_cast<std::uint32_t>(least) * spins_per_microsecond();
   budget_ = most_;
 }
 
