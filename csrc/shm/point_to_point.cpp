@@ -379,20 +379,15 @@ void PointToPoint::wait(Transfer& transfer, const Deadline& deadline) {
     progress();
     return transfer.done();
   };
+  struct Waiting {
+    std::atomic<int>& count;
+    explicit Waiting(std::atomic<int>& waiters) : count(waiters) {
+      count.fetch_add(1, std::memory_order_relaxed);
+    }
+    ~Waiting() { count.fetch_sub(1, std::memory_order_relaxed); }
+  } waiting(waiters_);
   try {
     if (!moved_on() && !spin_.spin(moved_on)) {
-      {
-        std::lock_guard lock(mutex_);
-        ++waiters_;
-      }
-      struct Leave {
-        PointToPoint* engine;
-        ~Leave() {
-          std::lock_guard lock(engine->mutex_);
-          --engine->waiters_;
-          if (engine->pending_ > 0 && engine->waiters_ == 0) engine->changed_.notify_all();
-        }
-      } leave{this};
       group_->separate_from(transfer.peer_ != rank_ ? transfer.peer_ : -1);
       Flag& bell = group_->page(rank_).bell;
       Sleeper sleeper(bell);
@@ -428,20 +423,31 @@ void PointToPoint::progress_in_background() {
   if (!background_running_) {
     background_running_ = true;
     std::thread([self = shared_from_this()] { self->background(); }).detach();
+  } else if (background_idle_) {
+    changed_.notify_all();
   }
-  changed_.notify_all();
 }
 
 void PointToPoint::background() {
-  // Whoever starts a transfer usually waits for it at once: then this thread stays out of the way.
-  constexpr std::chrono::microseconds kGrace(300);
+  // Whoever starts a transfer usually waits for it at once. So this thread is not woken for each:
+  // it looks in every now and then, and moves what nobody waits for.
+  constexpr std::chrono::milliseconds kPause(1);
+  constexpr std::chrono::milliseconds kIdle(100);
   std::unique_lock lock(mutex_);
   Flag& bell = group_->page(rank_).bell;
   auto looked = Deadline::Clock::now();
+  auto busy = looked;
   while (!stopped_) {
-    changed_.wait(lock, [&] { return stopped_ || (pending_ > 0 && waiters_ == 0); });
-    changed_.wait_for(lock, kGrace, [&] { return stopped_; });
-    if (stopped_ || pending_ == 0 || waiters_ > 0) continue;
+    changed_.wait_for(lock, kPause, [&] { return stopped_; });
+    if (pending_ > 0) busy = Deadline::Clock::now();
+    if (pending_ == 0 && Deadline::Clock::now() - busy > kIdle) {
+      background_idle_ = true;
+      changed_.wait(lock, [&] { return stopped_ || pending_ > 0; });
+      background_idle_ = false;
+      busy = Deadline::Clock::now();
+      continue;
+    }
+    if (stopped_ || pending_ == 0 || waiters_.load(std::memory_order_relaxed) > 0) continue;
     try {
       Sleeper sleeper(bell);
       const std::uint64_t seen = bell.load();

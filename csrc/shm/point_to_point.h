@@ -75,9 +75,10 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   std::vector<bool> reserved_to_;
   bool reserved_incoming_ = false;
   std::size_t pending_ = 0;
-  int waiters_ = 0;
+  std::atomic<int> waiters_{0};
   bool stopped_ = false;
   bool background_running_ = false;
+  bool background_idle_ = false;
 };
 
 // One send or receive. Fields are the engine's, under its mutex; `done` may be read by anybody.
