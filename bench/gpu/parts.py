@@ -55,7 +55,7 @@ PARTS = (
     Part(
         "kernel_tests",
         "the kernels are right on a GPU: values, bits, graphs, failures",
-        _module("pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_gpu.py"),
+        _module("bench.gpu.tests", "tests/cuda/test_gpu.py"),
         90,
         needs=("build",),
     ),

@@ -101,11 +101,27 @@ def test_parts_are_in_order_and_fit():
     assert sum(part.seconds for part in first) <= parts.TOTAL_SECONDS
 
 
-@pytest.mark.parametrize("module", ["facts", "kernels", "nccl_ranks", "virtual_ranks", "results"])
+@pytest.mark.parametrize("module", ["facts", "kernels", "nccl_ranks", "tests", "virtual_ranks"])
 def test_the_python_parts_import(module):
     command = [sys.executable, "-c", f"import bench.gpu.{module}"]
     done = programs.run(command, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_tests_that_did_not_run_do_not_pass(tmp_path):
+    """pytest is content when everything is skipped; the report is not."""
+    (tmp_path / "skips.py").write_text("import pytest\ndef test_it(): pytest.skip('no GPU')\n")
+    (tmp_path / "mixed.py").write_text("def test_a(): pass\ndef test_b(): assert False\n")
+    for name, status, expected in (
+        ("skips", "skipped", {"test_it": "skipped"}),
+        ("mixed", "failed", {"test_a": "passed", "test_b": "failed"}),
+    ):
+        command = (sys.executable, "-m", "bench.gpu.tests", str(tmp_path / f"{name}.py"))
+        result = driver.run_parts([Part(name, "made up", command, 60)], tmp_path / name, 60.0)
+        entry = result["parts"][name]
+        assert entry["status"] == status, entry["output"]
+        tests = {key.split("::")[1]: value for key, value in entry["result"]["tests"].items()}
+        assert tests == expected
 
 
 def test_the_driver_needs_nothing_but_python():
