@@ -167,6 +167,14 @@ void register_library(py::module_& m) {
     }
     return list;
   });
+  m.def("data_types", [] {
+    py::list list;
+    for (int i = 0; i < nccl::data_type_count; ++i) {
+      const nccl::DataTypeInfo& info = nccl::info_of(static_cast<nccl::DataType>(i));
+      list.append(py::make_tuple(info.name, nccl::version_text(info.since)));
+    }
+    return list;
+  });
   m.def("loaded_copies", [](const std::string& ours) {
     py::list list;
     for (const nccl::LoadedCopy& copy : nccl::loaded_copies(ours)) {
@@ -182,6 +190,15 @@ void register_options(py::module_& m) {
   config.def_readwrite(#name, &nccl::Config::name);
   PYPARALLEL_NCCL_CONFIG_FIELDS(PYPARALLEL_NCCL_PYTHON_FIELD)
 #undef PYPARALLEL_NCCL_PYTHON_FIELD
+
+  m.def("config_fields", [] {
+    py::list list;
+#define PYPARALLEL_NCCL_PYTHON_SINCE(name, type, major, minor, patch) \
+  list.append(py::make_tuple(#name, nccl::version_text(nccl::version_code(major, minor, patch))));
+    PYPARALLEL_NCCL_CONFIG_FIELDS(PYPARALLEL_NCCL_PYTHON_SINCE)
+#undef PYPARALLEL_NCCL_PYTHON_SINCE
+    return list;
+  });
 
   py::class_<nccl::Options>(m, "Options")
       .def(py::init([](const std::string& name, double timeout, std::optional<bool> blocking,
