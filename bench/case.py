@@ -64,7 +64,8 @@ class Row:
     flops: int
     bound_us: float | None  # of the plain C++ copy-and-add on the same case, where it was timed
     note: str = ""
-    busy: bool = False
+    busy: bool = False  # something else kept every core busy
+    crowded: bool = False  # fewer cores than ranks
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from bench.case import Case, Row
+from bench.case import Case, Row, Summary
 from bench.ops import Layout, layout
 from bench.page import Page
 from bench.providers import OPTIONAL_PEERS
@@ -216,10 +217,11 @@ class Contest:
             bound_us=bound_us.median if bound_us else None,
             note="; ".join(note for note in notes if note),
             busy=self.busy,
+            crowded=case.world > len(os.sched_getaffinity(0)),
         )
 
     @staticmethod
-    def _summary(trial: Trial):  # type: ignore[no-untyped-def]
+    def _summary(trial: Trial) -> Summary | None:
         if not trial.verified or trial.timed is None or not trial.timed.samples:
             return None
         return summarize(trial.timed.samples, trial.timed.calls)

@@ -6,8 +6,6 @@ never slower than gloo. MPICH and DeepSpeed: never slower. The limit is a bound,
 
 from __future__ import annotations
 
-import os
-
 from bench.case import Row
 
 KB, MB = 1 << 10, 1 << 20
@@ -23,7 +21,7 @@ def target(row: Row) -> float | None:
         return None
     if row.peer in ("mpich", "deepspeed"):
         return 1.0
-    if row.world_size > (os.cpu_count() or 1):
+    if row.crowded:
         return 1.0
     if row.op == "all_reduce" and row.dtype == "float32":
         for size, direct, through in _ALL_REDUCE:

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _run(spec: dict[str, Any], options: Options, rank: int, page: Page, events: _Events) -> None:
-    device = torch.device(options.device, rank if options.device == "cuda" else None)
+    device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     setup = Setup(rank, spec["world"], device, Path(spec["scratch"]), options.timeout, options.busy)

@@ -82,7 +82,7 @@ class Direct(Provider):
 
     def exchange(self, case: Case, b: Buffers) -> Call:
         after, before = self.setup.neighbours
-        ops = [Send(b.x, after), Recv(b.y, before)]
+        ops: list[Send | Recv] = [Send(b.x, after), Recv(b.y, before)]
 
         def call() -> None:
             for work in self.comm.batch(ops):

@@ -47,7 +47,7 @@ def _speedup(row: Row) -> Text:
     return Text(f"{row.speedup:.2f}x{missed}", style=style)
 
 
-def _sorted(rows: Sequence[Row]) -> list[Row]:
+def in_order(rows: Sequence[Row]) -> list[Row]:
     ops = {op: i for i, op in enumerate(dict.fromkeys(r.op for r in rows))}
     return sorted(rows, key=lambda r: (ops[r.op], r.dtype == "bfloat16", r.bytes, r.api))
 
@@ -59,7 +59,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
     for name in ("ours us (p10..p90)", "peer us (p10..p90)", "speed-up", "error / bound"):
         out.add_column(name, justify="right", no_wrap=True)
     last = ""
-    for row in _sorted(rows):
+    for row in in_order(rows):
         if last and row.op != last:
             out.add_section()
         out.add_row(

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from bench import report
 from bench.case import Outcome, Row, Summary
-from bench.report.json import read_json
+from bench.report.json import read_json, write_json
+from bench.report.markdown import result
 from bench.report.table import show
 from bench.targets import target
 
@@ -118,7 +119,7 @@ def test_table_marks_what_is_wrong_and_what_misses_its_goal() -> None:
         ({"dtype": "bfloat16"}, 2.0),
         ({"op": "gather"}, 2.0),
         ({"op": "gather", "api": "torch.distributed"}, 1.5),
-        ({"world_size": 1000}, 1.0),
+        ({"world_size": 3, "crowded": True}, 1.0),
         ({"peer": "mpich"}, 1.0),
         ({"peer": "limit"}, None),
         ({"busy": True}, None),
@@ -134,3 +135,18 @@ def test_problems_fail_the_outcome_even_with_all_rows_verified() -> None:
     found.problems.append("world 3: rank 1 exited with -9")
     assert not found.ok
     assert "rank 1 exited with -9" in printed(found)
+
+
+def test_markdown_has_every_row_and_the_least_of_each_goal(tmp_path: Path) -> None:
+    gather = row(op="gather", bytes=1 << 20, speedup=1.2)
+    crowd = row(op="gather", world_size=3, crowded=True, speedup=0.9, api="torch.distributed")
+    found = outcome(row(), gather, row(op="gather", bytes=8 << 20, speedup=9.0), crowd)
+    found.meta.update(command="python -m bench", commit="abc", date="2026-01-02T03:04:05")
+    found.meta["machine"].update(virtual=True, load_at_start=0.1)
+    path = write_json(found, tmp_path / "x.json")
+    text = result(path)
+    assert "| all_reduce 4 KB fp32 | 66.0x (goal 40x) | not measured |" in text
+    assert "least 1.2x (goal 1.5x): gather 1 MB fp32" in text
+    assert "| more ranks than cores, any op and size | not measured | 0.9x (goal 1x) |" in text
+    assert "**0.90x** (goal 1)" in text
+    assert text.count("300..400") == 4
