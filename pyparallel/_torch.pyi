@@ -21,4 +21,12 @@ def create_backend(
     timeout: timedelta,
     make_gloo: Callable[[Store, int, int, float], TorchBackend],
 ) -> Backend: ...
+def join(
+    store: Store,
+    rank: int,
+    size: int,
+    group: str,
+    timeout: timedelta,
+    make_gloo: Callable[[Store, int, int, float], TorchBackend],
+) -> object: ...
 def has_cuda() -> bool: ...

@@ -39,9 +39,7 @@ pyparallel_status_t pyparallel_join(const pyparallel_unique_id_t* id, int32_t ra
     given(comm, "comm");
     shm::Options options;
     if (name != nullptr) options.name = name;
-    require(timeout_ms >= 0 || timeout_ms == PYPARALLEL_DEFAULT_TIMEOUT, "timeout of ", timeout_ms,
-            " ms; expected at least 0, or PYPARALLEL_DEFAULT_TIMEOUT");
-    if (timeout_ms >= 0) options.timeout = std::chrono::milliseconds(timeout_ms);
+    options.timeout = timeout_of(options.timeout, timeout_ms);
     auto handle = std::make_unique<pyparallel_comm>();
     handle->seat = shm::Communicator::join(key, rank, size, options);
     *comm = handle.release();

@@ -1,6 +1,5 @@
 #include "capi/guard.h"
 
-#include <chrono>
 #include <cstring>
 
 namespace pyparallel::capi {
@@ -19,11 +18,11 @@ shm::Communicator& seat_of(pyparallel_comm_t comm) {
   return *comm->seat;
 }
 
-Deadline deadline_of(const shm::Communicator& seat, std::int64_t timeout_ms) {
-  if (timeout_ms == PYPARALLEL_DEFAULT_TIMEOUT) return Deadline::after(seat.timeout());
+std::chrono::milliseconds timeout_of(std::chrono::milliseconds usual, std::int64_t timeout_ms) {
+  if (timeout_ms == PYPARALLEL_DEFAULT_TIMEOUT) return usual;
   require(timeout_ms >= 0, "timeout of ", timeout_ms,
           " ms; expected at least 0, or PYPARALLEL_DEFAULT_TIMEOUT");
-  return Deadline::after(std::chrono::milliseconds(timeout_ms));
+  return std::chrono::milliseconds(timeout_ms);
 }
 
 DType dtype_of(pyparallel_dtype_t dtype) {

@@ -4,6 +4,7 @@
 
 #include <pyparallel/pyparallel.h>
 
+#include <chrono>
 #include <exception>
 #include <memory>
 #include <new>
@@ -72,7 +73,15 @@ pyparallel_status_t collective(pyparallel_comm_t comm, const char* op, Body&& bo
   });
 }
 
-Deadline deadline_of(const shm::Communicator& seat, std::int64_t timeout_ms);
+// `usual` for PYPARALLEL_DEFAULT_TIMEOUT.
+std::chrono::milliseconds timeout_of(std::chrono::milliseconds usual, std::int64_t timeout_ms);
+
+// The deadline of a call on a communicator or a symmetric memory.
+template <typename Seat>
+Deadline deadline_of(const Seat& seat, std::int64_t timeout_ms) {
+  return Deadline::after(timeout_of(seat.timeout(), timeout_ms));
+}
+
 DType dtype_of(pyparallel_dtype_t dtype);
 shm::Reduction reduction_of(pyparallel_op_t op, double factor);
 

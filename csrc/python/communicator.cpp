@@ -21,6 +21,7 @@
 #include "base/error.h"
 #include "base/host_identity.h"
 #include "python/arguments.h"
+#include "python/capsule.h"
 #include "python/rooms.h"
 
 namespace py = pybind11;
@@ -33,8 +34,6 @@ using shm::Communicator;
 using shm::ConstBlock;
 using shm::Reduction;
 using shm::Work;
-
-constexpr const char* capsule_name = "pyparallel.Communicator";
 
 Deadline after_ms(std::int64_t timeout_ms) {
   return Deadline::after(std::chrono::milliseconds(timeout_ms));
@@ -315,25 +314,6 @@ std::shared_ptr<Work> enqueue(Communicator& seat, py::function call) {
     py::gil_scoped_acquire gil;
     py::handle(held.get())();
   });
-}
-
-void delete_owner(PyObject* capsule) {
-  delete static_cast<std::shared_ptr<Communicator>*>(PyCapsule_GetPointer(capsule, capsule_name));
-}
-
-// How a communicator travels between extension modules that do not share pybind11's types.
-py::object to_capsule(const std::shared_ptr<Communicator>& seat) {
-  auto owner = std::make_unique<std::shared_ptr<Communicator>>(seat);
-  PyObject* capsule = PyCapsule_New(owner.get(), capsule_name, &delete_owner);
-  if (capsule == nullptr) throw py::error_already_set();
-  owner.release();
-  return py::reinterpret_steal<py::object>(capsule);
-}
-
-std::shared_ptr<Communicator> from_capsule(const py::object& capsule) {
-  void* owner = PyCapsule_GetPointer(capsule.ptr(), capsule_name);
-  if (owner == nullptr) throw py::error_already_set();
-  return *static_cast<std::shared_ptr<Communicator>*>(owner);
 }
 
 }  // namespace

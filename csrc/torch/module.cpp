@@ -3,8 +3,10 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "python/capsule.h"
 #include "python/rooms.h"
 #include "torch/backend.h"
+#include "torch/group.h"
 
 namespace py = pybind11;
 
@@ -53,5 +55,21 @@ PYBIND11_MODULE(_torch, m) {
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("group"), py::arg("timeout"),
       py::arg("make_gloo"),
       "Collective over the ranks of one group: the c10d backend of this rank.");
+  m.def(
+      "join",
+      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& group,
+         std::chrono::milliseconds timeout, py::object make_gloo) {
+        const dist::GlooFactory gloo = dist::gloo_factory(std::move(make_gloo));
+        std::shared_ptr<pyparallel::shm::Communicator> seat;
+        {
+          const py::gil_scoped_release no_gil;
+          seat = dist::open_group({store, rank, size, group, timeout}, gloo);
+        }
+        return pyparallel::python::to_capsule(seat);
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("group"), py::arg("timeout"),
+      py::arg("make_gloo"),
+      "Collective over the ranks of one group, on any number of hosts: a capsule for "
+      "_core.Communicator.from_capsule.");
   m.def("has_cuda", &dist::has_cuda_backend, "Whether this build can serve CUDA tensors.");
 }

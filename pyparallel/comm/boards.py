@@ -3,10 +3,11 @@
 import contextlib
 import os
 import stat
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pyparallel.comm.rendezvous import Record
-from pyparallel.errors import InvalidArgument, Mismatch
+from pyparallel.errors import InvalidArgument, Mismatch, Unsupported
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -31,6 +32,16 @@ class StoreBoard:
         if not self._store.check([key]):
             return None
         return Record.from_json(self._store.get(key))
+
+    def join_hosts(self, name: str, rank: int, world_size: int, timeout: float) -> object:
+        from torch._C._distributed_c10d import PrefixStore
+
+        from pyparallel import _torch
+        from pyparallel.comm.torch_backend import make_gloo
+
+        store = PrefixStore(f"{self._prefix}/hosts", self._store)
+        limit = timedelta(seconds=timeout)
+        return _torch.join(store, rank, world_size, name, limit, make_gloo)
 
     def done(self, joined: bool) -> None:
         """Takes this rank's record away: all have read it once the group is joined."""
@@ -65,6 +76,12 @@ class FileBoard:
     def read(self, rank: int) -> Record | None:
         self._refresh()
         return self._records.get(rank)
+
+    def join_hosts(self, name: str, rank: int, world_size: int, timeout: float) -> object:
+        raise Unsupported(
+            f'group "{name}": the ranks at {self._path} are on several hosts; use '
+            "Communicator.from_store with a torch.distributed TCPStore"
+        )
 
     def done(self, joined: bool) -> None:
         """Closes, and unlinks the file if it is still the one this rank wrote to."""

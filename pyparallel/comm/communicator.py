@@ -12,9 +12,9 @@ from pyparallel import _core
 from pyparallel.comm.boards import FileBoard, StoreBoard
 from pyparallel.comm.collectives import Collectives
 from pyparallel.comm.messages import Messages, Recv, Send
-from pyparallel.comm.rendezvous import Board, assemble, check_group, hosts_of, ranks_text
+from pyparallel.comm.rendezvous import Board, assemble, check_group, hosts_of
 from pyparallel.comm.work import milliseconds, settle_all
-from pyparallel.errors import InvalidArgument, Unsupported
+from pyparallel.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -78,7 +78,8 @@ class Communicator(Collectives, Messages):
     ) -> "Communicator":
         """Joins the ranks that share a torch.distributed Store.
 
-        A store may serve many groups, one after another or with different names at once.
+        A store may serve many groups, one after another or with different names at once. Ranks may
+        be on several hosts: then shared memory joins those of a host, and gloo the hosts.
         """
         check_group(rank, world_size)
         return cls._meet(StoreBoard(store, name, rank), rank, world_size, name, timeout)
@@ -109,20 +110,14 @@ class Communicator(Collectives, Messages):
         joined = False
         try:
             records = assemble(board, rank, world_size, name, deadline, limit_ms / 1000)
-            hosts = hosts_of(records)
-            if len(hosts) > 1:
-                described = "; ".join(f"{ranks_text(r)} on {records[r[0]].host}" for r in hosts)
-                raise Unsupported(
-                    f'group "{name}" spans {len(hosts)} hosts ({described}), and shared memory '
-                    "joins ranks of one host"
+            left = max(0.001, deadline - time.monotonic())
+            if len(hosts_of(records)) > 1:
+                core = _core.Communicator.from_capsule(
+                    board.join_hosts(name, rank, world_size, left)
                 )
-            core = _core.Communicator.join(
-                records[0].unique_id,
-                rank,
-                world_size,
-                name,
-                max(1, int(1000 * (deadline - time.monotonic()))),
-            )
+            else:
+                id = records[0].unique_id
+                core = _core.Communicator.join(id, rank, world_size, name, int(1000 * left))
             core.timeout_ms = limit_ms
             joined = True
         finally:

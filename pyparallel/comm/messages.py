@@ -89,7 +89,7 @@ class Messages(Base):
         self._check_peer(to, "to")
         data = x if is_plain(x) else contiguous(checked(x, "x"))
         work = self._core.isend(data.data_ptr(), data.numel(), DTYPES[data.dtype], to, tag)
-        return Work(work, None, owner=self._core, tensors=data)
+        return Work(work, None, owner=self._core, tensors=data, limit_ms=self._timeout_ms)
 
     def irecv(self, out: Tensor, source: int | None = None, tag: int = 0) -> Work[int]:
         """Starts a receive into `out`, valid after `wait()`, which gives the rank that sent."""
@@ -99,7 +99,9 @@ class Messages(Base):
         work = self._core.irecv(
             staging.data_ptr(), staging.numel(), DTYPES[staging.dtype], origin, tag
         )
-        return ReceiveWork(work, owner=self._core, staging=staging, out=target)
+        return ReceiveWork(
+            work, owner=self._core, staging=staging, out=target, limit_ms=self._timeout_ms
+        )
 
     def batch(self, ops: Sequence[Send | Recv]) -> list[Work[Any]]:
         """Starts sends and receives together, receives first; gives their works, in `ops`' order.

@@ -98,10 +98,14 @@ def _pid_namespace() -> str:
 
 
 class Board(Protocol):
-    """Where records are posted. Reading never waits."""
+    """Where records are posted. Reading never waits.
+
+    `join_hosts` joins ranks of several hosts and gives the core's capsule, or raises Unsupported.
+    """
 
     def post(self, record: Record) -> None: ...
     def read(self, rank: int) -> Record | None: ...
+    def join_hosts(self, name: str, rank: int, world_size: int, timeout: float) -> object: ...
     def done(self, joined: bool) -> None: ...
 
 

@@ -30,9 +30,18 @@ class Work(Generic[T]):
     Results are valid once `wait()` has returned.
     """
 
-    def __init__(self, core: _core.Work, result: T, *, owner: object, tensors: Any) -> None:
+    def __init__(
+        self,
+        core: _core.Work,
+        result: T,
+        *,
+        owner: object,
+        tensors: Any,
+        limit_ms: int = _NEVER_MS,
+    ) -> None:
         self._core = core
         self._result = result
+        self._limit_ms = limit_ms
         self._kept: tuple[object, Any] | None = (owner, tensors)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -45,10 +54,11 @@ class Work(Generic[T]):
     def wait(self, timeout: "float | timedelta | None" = None) -> T:
         """The call's result when it is over; raises what the call raised.
 
-        Without `timeout` it waits as long as the call itself may take. `Timeout` raised because of
-        this `timeout` leaves the call going: wait again.
+        A collective ends by its own timeout; one given here ends this wait only: `Timeout` leaves
+        the call going, and it may be waited for again. A message has no other deadline than that of
+        its wait (by default the communicator's), and passing it breaks the group.
         """
-        limit = _NEVER_MS if timeout is None else milliseconds(timeout)
+        limit = self._limit_ms if timeout is None else milliseconds(timeout)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -90,10 +100,12 @@ class Work(Generic[T]):
 class ReceiveWork(Work["int"]):
     """A started receive; its result is the rank that sent."""
 
-    def __init__(self, core: _core.Work, *, owner: object, staging: Any, out: Any) -> None:
+    def __init__(
+        self, core: _core.Work, *, owner: object, staging: Any, out: Any, limit_ms: int
+    ) -> None:
         self._staging = staging
         self._out = out
-        super().__init__(core, -1, owner=owner, tensors=(staging, out))
+        super().__init__(core, -1, owner=owner, tensors=(staging, out), limit_ms=limit_ms)
 
     def _finish(self) -> None:
         from pyparallel.comm.tensors import give_back

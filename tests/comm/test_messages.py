@@ -167,10 +167,16 @@ def test_another_size_or_dtype_raises_on_the_receiver(sent, expected):
     run_threads(2, body)
 
 
-def test_a_message_that_never_comes_is_a_timeout():
+@pytest.mark.parametrize("started", [False, True])
+def test_a_message_that_never_comes_is_a_timeout(started):
     def body(comm: Communicator) -> None:
-        if comm.rank == 0:
-            with pytest.raises(Timeout, match="rank 1"):
+        if comm.rank == 0 and started:
+            comm.timeout = 0.2  # the deadline of a wait that names none
+            work = comm.irecv(torch.ones(3), 1, tag=4)
+            with pytest.raises(Timeout, match=r"recv from rank 1 \(tag 4"):
+                work.wait()
+        elif comm.rank == 0:
+            with pytest.raises(Timeout, match=r"recv from rank 1 \(tag 4"):
                 comm.recv(torch.ones(3), 1, tag=4, timeout=0.2)
         else:
             time.sleep(0.8)  # here, but silent

@@ -227,7 +227,7 @@ def test_the_file_refuses_ranks_of_several_hosts_with_the_way_out(tmp_path):
     other = json.loads(records[1].to_json())
     other["host"] = "another-host"
     path.write_text(json.dumps(other) + "\n")
-    with pytest.raises(Unsupported, match="spans 2 hosts"):
+    with pytest.raises(Unsupported, match="on several hosts; use Communicator.from_store"):
         Communicator.from_file(path, 0, 2, timeout=5)
 
 

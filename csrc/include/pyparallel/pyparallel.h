@@ -303,8 +303,8 @@ PYPARALLEL_API pyparallel_status_t pyparallel_recv(pyparallel_comm_t comm, void*
                                                    int32_t source, int64_t tag, int64_t timeout_ms,
                                                    int32_t* from);
 
-/* Start and return. The array belongs to the call until pyparallel_wait() has returned
- * PYPARALLEL_OK or a failure other than PYPARALLEL_TIMEOUT; free the request afterwards. */
+/* Start and return. The array belongs to the call until pyparallel_wait() has returned, or
+ * pyparallel_test() has said that the call is over; free the request afterwards. */
 PYPARALLEL_API pyparallel_status_t pyparallel_isend(pyparallel_comm_t comm, const void* data,
                                                     uint64_t count, pyparallel_dtype_t dtype,
                                                     int32_t destination, int64_t tag,
@@ -314,14 +314,59 @@ PYPARALLEL_API pyparallel_status_t pyparallel_irecv(pyparallel_comm_t comm, void
                                                     int32_t source, int64_t tag,
                                                     pyparallel_request_t* request);
 
-/* Returns the call's own status when it is over; PYPARALLEL_TIMEOUT when the deadline comes first
- * (the call goes on and may be waited for again). `from` (may be NULL): sender of a receive. */
+/* Returns the call's own status when it is over. The deadline is that of the call: when it passes,
+ * the group is broken (PYPARALLEL_TIMEOUT). `from` (may be NULL): sender of a receive. */
 PYPARALLEL_API pyparallel_status_t pyparallel_wait(pyparallel_request_t request, int64_t timeout_ms,
                                                    int32_t* from);
 /* *done = 1 when the call is over, well or badly. */
 PYPARALLEL_API pyparallel_status_t pyparallel_test(pyparallel_request_t request, int32_t* done);
 /* Sets *request to NULL. NULL is allowed. Does not end an unfinished call, and never waits. */
 PYPARALLEL_API pyparallel_status_t pyparallel_request_free(pyparallel_request_t* request);
+
+/* --- symmetric memory ---------------------------------------------------------------------------
+ * The same allocation on every rank, each addressable by all: collectives on it need no staging,
+ * and ranks may read and write each other's bytes directly, ordered by barriers and signals.
+ * create, allocate, release and barrier are collective over the group; the rest is local. */
+
+/* One rank's seat in one symmetric memory. */
+typedef struct pyparallel_symmetric* pyparallel_symmetric_t;
+
+/* `bytes` on each rank (rounded up to pages): host memory for device -1, else that CUDA device's.
+ * `name` (may be NULL) appears in messages. The communicator stays the caller's. */
+PYPARALLEL_API pyparallel_status_t pyparallel_symmetric_create(pyparallel_comm_t comm,
+                                                               uint64_t bytes, int32_t device,
+                                                               const char* name, int64_t timeout_ms,
+                                                               pyparallel_symmetric_t* memory);
+
+/* Fresh bytes (not cleared) at the same offset on every rank; alignment is a power of two. */
+PYPARALLEL_API pyparallel_status_t pyparallel_symmetric_allocate(pyparallel_symmetric_t memory,
+                                                                 uint64_t bytes, uint64_t alignment,
+                                                                 int64_t timeout_ms,
+                                                                 uint64_t* offset);
+
+/* Gives an allocation back; returns when all ranks have called. */
+PYPARALLEL_API pyparallel_status_t pyparallel_symmetric_release(pyparallel_symmetric_t memory,
+                                                                uint64_t offset,
+                                                                int64_t timeout_ms);
+
+/* Where a rank's memory begins, as an address of this process; valid until destroy. */
+PYPARALLEL_API pyparallel_status_t pyparallel_symmetric_data(pyparallel_symmetric_t memory,
+                                                             int32_t rank, void** data);
+
+/* Returns when every rank has called it; writes before it are seen after it. */
+PYPARALLEL_API pyparallel_status_t pyparallel_symmetric_barrier(pyparallel_symmetric_t memory,
+                                                                int64_t timeout_ms);
+
+/* Raises this rank's counter of `channel` on `peer`: writes before it are seen by the wait that it
+ * matches. The n-th wait for (source, channel) returns after the n-th put. A put never waits. */
+PYPARALLEL_API pyparallel_status_t pyparallel_symmetric_put_signal(pyparallel_symmetric_t memory,
+                                                                   int32_t peer, int32_t channel);
+PYPARALLEL_API pyparallel_status_t pyparallel_symmetric_wait_signal(pyparallel_symmetric_t memory,
+                                                                    int32_t source, int32_t channel,
+                                                                    int64_t timeout_ms);
+
+/* Leaves and frees; sets *memory to NULL. NULL is allowed. Never waits for another rank. */
+PYPARALLEL_API pyparallel_status_t pyparallel_symmetric_destroy(pyparallel_symmetric_t* memory);
 
 #ifdef __cplusplus
 }
