@@ -13,6 +13,7 @@ import torch
 
 from pyparallel import _core
 from pyparallel.comm.reductions import DTYPES
+from pyparallel.comm.symmetric_memory import SymmetricMemory
 from pyparallel.errors import InvalidArgument, Unsupported
 
 __all__ = ["CudaCollectives", "WorkspaceLayout", "choose", "new_status_page"]
@@ -135,6 +136,38 @@ class CudaCollectives:
         self._keep = (keep, status)
         self._core = _core.CudaSeat(
             rank, list(workspaces), layout.core(), status.data_ptr(), multicast
+        )
+
+    @classmethod
+    def over(
+        cls,
+        memory: SymmetricMemory,
+        *,
+        max_blocks: int = 32,
+        signals: int = 32,
+        slot_bytes: int = 1 << 20,
+        timeout: float = 30.0,
+    ) -> "CudaCollectives":
+        """Collective over the memory's group: a workspace cut from `memory`, zeroed on all ranks.
+
+        The other arguments are those of `WorkspaceLayout`, equal on all ranks, and the seat's
+        timeout. The seat keeps the memory mapped.
+        """
+        layout = WorkspaceLayout(memory.world_size, max_blocks, signals, slot_bytes)
+        alignment = int(_core.CUDA_WORKSPACE_ALIGNMENT)
+        workspace = memory.empty(layout.nbytes, dtype=torch.uint8, alignment=alignment)
+        workspace.zero_()
+        memory.barrier()  # no kernel looks before all of it is zero
+        addresses = [address % 2**64 for address in memory.pointers(workspace).tolist()]
+        return cls(
+            memory.rank,
+            addresses,
+            layout,
+            new_status_page(),
+            multicast=memory.multicast_pointer(workspace),
+            name=memory._core.name,
+            timeout=timeout,
+            keep=(memory, workspace),
         )
 
     # --- collectives
