@@ -97,7 +97,9 @@ class Contest:
 
     def _buffers(self, case: Case, plan: Layout) -> list[Buffers]:
         dtype = getattr(torch, case.dtype)
-        number = max(1, min(_SETS, _SET_BYTES // max(1, case.nbytes)))
+        # Busy: samples are long, and small sums would have to be restored within one.
+        most = max(_SETS, _RECHECK_BYTES // max(1, case.nbytes) // 8) if self.busy else _SETS
+        number = max(1, min(most, _SET_BYTES // max(1, case.nbytes), 32))
         sets = []
         for _ in range(number):
             x = torch.empty(plan.in_count, dtype=dtype, device=self.device)

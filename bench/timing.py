@@ -26,7 +26,7 @@ from bench.stats import median_uncertainty
 @dataclass(frozen=True)
 class Budget:
     seconds: float  # for all contestants of one case together
-    sample_us: float = 1500.0
+    sample_us: float  # at least, for one sample
     precision: float = 0.02
     min_rounds: int = 5
 
@@ -64,7 +64,9 @@ def _measure(page: Page, contestants: list[Contestant], budget: Budget) -> int:
     while True:
         turn = rounds % len(contestants)
         for contestant in contestants[turn:] + contestants[:turn]:
-            contestant.samples.append(_sample(page, contestant, contestant.calls))
+            cost = _sample(page, contestant, contestant.calls)
+            _lengthen(contestant, cost, budget)
+            contestant.samples.append(cost)
         rounds += 1
         elapsed = page.exchange([time.perf_counter() - started])[0][0]  # rank 0's: all agree
         if rounds < budget.min_rounds and elapsed < 4 * budget.seconds:
@@ -82,6 +84,14 @@ def _calibrate(page: Page, contestant: Contestant, budget: Budget) -> None:
         cost = _sample(page, contestant, calls)
     calls = math.ceil(budget.sample_us / max(cost, 0.01))
     contestant.calls = max(1, min(calls, contestant.max_calls))
+
+
+def _lengthen(contestant: Contestant, cost: float, budget: Budget) -> None:
+    """Mends a calibration that a disturbance misled: samples so far were too short to count."""
+    if cost * contestant.calls < budget.sample_us / 3 and contestant.calls < contestant.max_calls:
+        calls = math.ceil(budget.sample_us / max(cost, 0.01))
+        contestant.calls = min(calls, contestant.max_calls, contestant.calls * 8)
+        contestant.samples.clear()
 
 
 def _sample(page: Page, contestant: Contestant, calls: int) -> float:

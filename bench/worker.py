@@ -29,6 +29,12 @@ from bench.providers.base import Provider, Setup
 from bench.suites import suite
 from bench.timing import Budget
 
+SECONDS = 4.0  # at most for one case
+SAMPLE_US = 1500.0
+# On busy cores a sample must span many time slices of the scheduler, or it shows only how the ranks
+# fare in the slice that the aligned start has just given them.
+BUSY_SECONDS = 12.0
+BUSY_SAMPLE_US = 100_000.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -63,13 +69,15 @@ def _run(spec: dict[str, Any], options: Options, rank: int, page: Page, events: 
         contest = Contest(page, found, device, spec["suite"], options.busy, options.seed)
         # Ranks take their time to import and to build; a first meeting that may last.
         page.exchange([float(rank)])
-        ends = time.monotonic() + (options.seconds or 2.0 * len(cases))
+        most = BUSY_SECONDS if options.busy else SECONDS
+        sample_us = BUSY_SAMPLE_US if options.busy else SAMPLE_US
+        ends = time.monotonic() + (options.seconds or most / 2 * len(cases))
         for done, case in enumerate(cases):
             faulthandler.dump_traceback_later(_patience(options), exit=True)
             events.write(kind="case", label=case.label, done=done)
             share = max(0.1, (ends - time.monotonic()) / (len(cases) - done))
             seconds = page.exchange([share])[0][0]
-            rows = contest.run(case, pairs, Budget(min(4.0, seconds * 0.9)))
+            rows = contest.run(case, pairs, Budget(min(most, seconds * 0.9), sample_us))
             for row in rows:
                 events.write(kind="row", row=row.to_json())
             for reason in contest.wrong_peers(pairs):

@@ -9,6 +9,7 @@ import math
 import random
 import statistics
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from bench.ops import OPS, layout, uneven
 from bench.page import Page, PageTimeout
 from bench.reference import Inputs, bound, check
 from bench.stats import median_uncertainty, quantile, summarize
+from bench.timing import Budget, Contestant, measure
 
 WORLDS = (1, 2, 3, 5, 8)
 COUNTS = (0, 1, 7, 64, 1000)
@@ -180,3 +182,42 @@ def test_page_meets_exchanges_and_names_the_absent(tmp_path: Path) -> None:
 def test_labels() -> None:
     assert Case("all_reduce", 1 << 20, "bfloat16", 3).label == "all_reduce 1 MB bf16 x3"
     assert Case("barrier", 0, "float32", 2).count == 0
+
+
+def test_timing_takes_samples_of_the_asked_length_and_of_the_slowest_rank(tmp_path: Path) -> None:
+    """Two threads as ranks; rank 1 needs 300 us a call, and the first calls are slow on both."""
+    Page.create(tmp_path / "page", 2)
+    found: list[list[Contestant]] = []
+
+    def rank(r: int) -> None:
+        page = Page(tmp_path / "page", r, 2, timeout=20)
+        made = 0
+
+        def run(n: int) -> None:
+            nonlocal made
+            for _ in range(n):
+                time.sleep(0.02 if made < 2 else 0.0003 * r)
+                made += 1
+
+        refreshed: list[int] = []
+        contestants = [
+            Contestant("a", run, max_calls=40, refresh=lambda: refreshed.append(1)),
+            Contestant("b", lambda n: time.sleep(0.001 * n)),
+        ]
+        rounds = measure(page, contestants, Budget(1.0, sample_us=6000.0))
+        assert len(refreshed) >= rounds
+        found.append(contestants)
+        page.close()
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (a, b), (other, _) = found
+    assert a.samples == other.samples
+    assert len(a.samples) >= 3
+    assert min(a.samples) >= 300.0
+    assert a.calls * min(a.samples) >= 2000.0
+    assert a.calls <= 40
+    assert min(b.samples) >= 1000.0
