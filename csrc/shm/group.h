@@ -89,6 +89,7 @@ class Group {
   void close() noexcept;
   std::string failure() const;
   int pid_of(int rank) const { return watches_[rank]->visible_pid(); }
+  bool alive(int peer) const { return watches_[peer]->alive(); }
   // Throws PeerLost (after breaking the group) when `peer` has died or left; `what` names the call.
   void check_alive(int peer, const std::string& what);
   // "rank 2 (pid 17) absent after 3 s (process stopped, last call #117 all_reduce)"

@@ -47,6 +47,24 @@ struct PointToPoint::Incoming {
   std::deque<Unexpected> unexpected;
 };
 
+// Which peers were gone when a sleeper looked after its transfers, now and the time before. Only
+// what both looks say counts: between them all has been taken in that the peer sent before it went.
+class PointToPoint::Gone {
+ public:
+  explicit Gone(int size) : before_(size, false), now_(size, false) {}
+  void next_look() {
+    before_.swap(now_);
+    std::fill(now_.begin(), now_.end(), false);
+  }
+  bool at_both_looks(int peer, bool gone) {
+    now_[peer] = gone;
+    return gone && before_[peer];
+  }
+
+ private:
+  std::vector<bool> before_, now_;
+};
+
 PointToPoint::PointToPoint(std::shared_ptr<Group> group)
     : group_(std::move(group)),
       rank_(group_->rank()),
@@ -356,7 +374,7 @@ void PointToPoint::end_all(const Error& error) {
 }
 
 // What a sleeper does every now and then: throws when the transfer cannot end any more.
-void PointToPoint::look_after(const Transfer& transfer, const Deadline* deadline) {
+void PointToPoint::look_after(const Transfer& transfer, const Deadline* deadline, Gone& gone) {
   group_->throw_if_unusable();
   if (deadline != nullptr && deadline->expired()) {
     std::string text = describe(transfer) + ": ";
@@ -367,9 +385,18 @@ void PointToPoint::look_after(const Transfer& transfer, const Deadline* deadline
     group_->fail(Status::timeout, text);
     group_->throw_if_unusable();
   }
-  for (int r = 0; r < size_; ++r)
-    if (r != rank_ && (transfer.peer_ == r || transfer.peer_ < 0))
-      group_->check_alive(r, describe(transfer));
+  bool hope = transfer.peer_ == rank_;
+  int last = -1;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || (transfer.peer_ >= 0 && transfer.peer_ != r)) continue;
+    last = r;
+    const bool left = group_->page(r).seat.load() == 2;
+    const bool sure = gone.at_both_looks(r, left || !group_->alive(r));
+    // Of those who may send to a receive from anybody, one may leave when its part is done.
+    if (sure && !(left && transfer.peer_ < 0)) group_->check_alive(r, describe(transfer));
+    hope = hope || !sure;
+  }
+  if (!hope && last >= 0) group_->check_alive(last, describe(transfer));
 }
 
 void PointToPoint::wait(Transfer& transfer, const Deadline& deadline) {
@@ -392,6 +419,7 @@ void PointToPoint::wait(Transfer& transfer, const Deadline& deadline) {
       Flag& bell = group_->page(rank_).bell;
       Sleeper sleeper(bell);
       auto looked = Deadline::Clock::now();
+      Gone gone(size_);
       for (;;) {
         const std::uint64_t seen = bell.load();
         if (moved_on()) break;
@@ -405,7 +433,8 @@ void PointToPoint::wait(Transfer& transfer, const Deadline& deadline) {
           throw Interrupted(describe(transfer) + ": interrupted");
         }
         if (moved_on()) break;
-        look_after(transfer, &deadline);
+        gone.next_look();
+        look_after(transfer, &deadline, gone);
       }
     }
   } catch (const Error& error) {
@@ -437,6 +466,7 @@ void PointToPoint::background() {
   Flag& bell = group_->page(rank_).bell;
   auto looked = Deadline::Clock::now();
   auto busy = looked;
+  Gone gone(size_);
   while (!stopped_) {
     changed_.wait_for(lock, kPause, [&] { return stopped_; });
     if (pending_ > 0) busy = Deadline::Clock::now();
@@ -459,11 +489,12 @@ void PointToPoint::background() {
       if (Deadline::Clock::now() - looked < kLookAround) continue;
       looked = Deadline::Clock::now();
       progress();
+      gone.next_look();
       for (auto& queue : sends_)
-        if (!queue.empty()) look_after(*queue.front(), nullptr);
-      for (auto& receive : receives_) look_after(*receive, nullptr);
+        if (!queue.empty()) look_after(*queue.front(), nullptr, gone);
+      for (auto& receive : receives_) look_after(*receive, nullptr, gone);
       for (auto& incoming : incoming_)
-        if (incoming->receive != nullptr) look_after(*incoming->receive, nullptr);
+        if (incoming->receive != nullptr) look_after(*incoming->receive, nullptr, gone);
       group_->throw_if_unusable();
     } catch (const Error& error) {
       if (!lock.owns_lock()) lock.lock();

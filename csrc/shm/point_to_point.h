@@ -59,7 +59,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   bool match_unexpected(Transfer& transfer);
   void end_all(const Error& error);
   void reserve_rings(int to);
-  void look_after(const Transfer& transfer, const Deadline* deadline);
+  class Gone;
+  void look_after(const Transfer& transfer, const Deadline* deadline, Gone& gone);
   void background();
   std::string describe(const Transfer& transfer) const;
 

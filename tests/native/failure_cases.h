@@ -76,6 +76,24 @@ void failures(int n) {
     }
   });
 
+  // Who leaves after its last message takes nothing from a receive of anybody's; when all have
+  // left, it ends.
+  run("leaving", n, [&](std::shared_ptr<Communicator> comm) {
+    int value = comm->rank();
+    if (comm->rank() != 0) {
+      std::this_thread::sleep_for(milliseconds(40 * (comm->rank() - 1)));
+      return comm->send(&value, 1, DType::i32, 0, 4, soon());
+    }
+    for (int r = 1; r < n; ++r) {
+      const int from = comm->recv(&value, 1, DType::i32, Communicator::any_source, 4, soon());
+      check::that(value == from, "from ", from, ": ", value);
+    }
+    std::string text;
+    const Status got = status_of(
+        [&] { comm->recv(&value, 1, DType::i32, Communicator::any_source, 4, soon()); }, &text);
+    check::that(got == Status::peer_lost && text.find("left the group") != std::string::npos, text);
+  });
+
   // Messages: a wrong size is an error of the receive alone; an abort ends a waiting receive.
   run("message failures", n, [&](std::shared_ptr<Communicator> comm) {
     int value = comm->rank();
