@@ -1,4 +1,4 @@
-"""tests/hosts.py itself: hosts see each other only over the cable, and leave nothing behind."""
+"""tests/hosts/cable.py itself: hosts meet only over the cable, and leave nothing behind."""
 
 import signal
 import socket
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import hosts
+from tests.hosts import cable
 from tests.launch import ROOT, Rank, spawn_ranks
 
 
-def talk(rank: Rank, places: tuple[hosts.Host, hosts.Host], go_on: Path) -> list[str]:
+def talk(rank: Rank, places: tuple[cable.Host, cable.Host], go_on: Path) -> list[str]:
     """Rank 1 asks, rank 0 answers, each on its host."""
     places[rank.rank].enter()
-    heard = [hosts.own_namespace()]
+    heard = [cable.own_namespace()]
     if rank.rank == 0:
         with socket.create_server((places[0].address, 4000)) as server:
             connection, peer = server.accept()
@@ -54,30 +54,30 @@ def _connect(address: str) -> socket.socket:
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_hosts_talk_over_the_cable_only(cut: bool, tmp_path: Path) -> None:
     go_on = tmp_path / "go_on"
-    with hosts.two_hosts() as pair, spawn_ranks(talk, 2, pair.hosts, go_on) as ranks:
+    with cable.two_hosts() as pair, spawn_ranks(talk, 2, pair.hosts, go_on) as ranks:
         assert ranks.next_report(1) == "heard"
         if cut:
             pair.cut()
         go_on.touch()
         first, second = (outcome.value for outcome in ranks.wait())
-    assert len({first[0], second[0], hosts.own_namespace()}) == 3
+    assert len({first[0], second[0], cable.own_namespace()}) == 3
     assert first[1] == pair.hosts[1].address
     assert second[1:] == ["before", "silence" if cut else "after"]
 
 
 def test_nothing_is_left_when_the_test_is_killed() -> None:
-    if reason := hosts.reason_to_skip():
+    if reason := cable.reason_to_skip():
         pytest.skip(reason)
-    before = hosts.namespaces()
-    code = "import time; from tests import hosts\nwith hosts.two_hosts(): print(1); time.sleep(60)"
+    before = cable.namespaces()
+    code = "from tests.hosts.cable import two_hosts\nwith two_hosts(): print(1); input()"
     with subprocess.Popen(
-        [sys.executable, "-u", "-c", code], cwd=ROOT, stdout=subprocess.PIPE
+        [sys.executable, "-u", "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"1\n"
-        assert len(hosts.namespaces() - before) == 2
+        assert len(cable.namespaces() - before) == 2
         child.send_signal(signal.SIGKILL)
     end = time.monotonic() + 10
-    while hosts.namespaces() - before and time.monotonic() < end:
+    while cable.namespaces() - before and time.monotonic() < end:
         time.sleep(0.05)
-    assert hosts.namespaces() - before == set()
+    assert cable.namespaces() - before == set()
