@@ -70,6 +70,33 @@ def cpu_communicator(facts: Facts) -> Capability:
     return Capability(name, True, f"a group was joined; memory from {where}")
 
 
+def symmetric_memory(_: Facts) -> Capability:
+    """Whether ranks can address each other's memory on this host's CPUs: tried with one rank."""
+    name = "symmetric memory on CPUs"
+    try:
+        comm = import_module("pyparallel.comm")
+        with comm.Communicator.from_id(comm.Communicator.unique_id(), 0, 1) as group:
+            comm.SymmetricMemory(group, 1 << 16).close()
+    except (ImportError, RuntimeError, AttributeError) as error:
+        return Capability(name, False, str(error), _memory_mend(error))
+    return Capability(name, True, "64 KiB were shared; collectives find buffers in it by address")
+
+
+def device_memory(facts: Facts) -> Capability:
+    """Whether CUDA devices of a group can address each other's memory."""
+    name = "symmetric memory on GPUs"
+    try:
+        why = import_module("pyparallel._core").cuda_driver_unavailable()
+    except (ImportError, AttributeError) as error:
+        return Capability(name, False, str(error), REBUILD)
+    if why or not facts["gpus"]["devices"]:
+        reason = why or facts["gpus"]["error"]
+        return Capability(name, False, reason, "a machine with an NVIDIA GPU and its driver")
+    apart = [link for link in facts["gpus"]["links"] if link["link"] == "SYS"]
+    note = f"; {len(apart)} pairs are linked by the CPUs only" if apart else ""
+    return Capability(name, True, f"{len(facts['gpus']['devices'])} GPUs{note}")
+
+
 def torch_backend(facts: Facts) -> Capability:
     """Whether dist.init_process_group("pyparallel") works with the installed torch."""
     name = "torch.distributed backend"
@@ -188,9 +215,11 @@ ALL: tuple[Callable[[Facts], Capability], ...] = (
     native_core,
     vector_reductions,
     cpu_communicator,
+    symmetric_memory,
     torch_backend,
     across_hosts,
     nccl,
+    device_memory,
     cuda_kernels,
     triton_kernels,
     benchmark,

@@ -8,8 +8,8 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "Native core of pyparallel.";
   python::register_errors(m);
   python::register_machine(m);
-  if (python::register_communicator != nullptr) python::register_communicator(m);
-  if (python::register_cuda_kernels != nullptr) python::register_cuda_kernels(m);
-  if (python::register_nccl != nullptr) python::register_nccl(m);
-  if (python::register_symmetric != nullptr) python::register_symmetric(m);
+  python::register_communicator(m);
+  python::register_cuda_kernels(m);
+  python::register_nccl(m);
+  python::register_symmetric(m);
 }

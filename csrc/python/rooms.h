@@ -5,13 +5,11 @@
 
 namespace pyparallel::python {
 
-void register_errors(pybind11::module_& m);   // errors.cpp: the first to be called
-void register_machine(pybind11::module_& m);  // machine.cpp
-
-// Weak: a build without the room's file is a build without the room.
-[[gnu::weak]] void register_communicator(pybind11::module_& m);  // communicator.cpp
-[[gnu::weak]] void register_cuda_kernels(pybind11::module_& m);  // cuda_kernels.cpp
-[[gnu::weak]] void register_nccl(pybind11::module_& m);          // nccl.cpp
-[[gnu::weak]] void register_symmetric(pybind11::module_& m);     // symmetric.cpp
+void register_errors(pybind11::module_& m);        // errors.cpp: the first to be called
+void register_machine(pybind11::module_& m);       // machine.cpp
+void register_communicator(pybind11::module_& m);  // communicator.cpp
+void register_cuda_kernels(pybind11::module_& m);  // cuda_kernels.cpp
+void register_nccl(pybind11::module_& m);          // nccl.cpp
+void register_symmetric(pybind11::module_& m);     // symmetric.cpp
 
 }  // namespace pyparallel::python

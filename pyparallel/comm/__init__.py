@@ -1,8 +1,9 @@
-"""Communication between ranks: the communicator, its works and reductions, and its errors."""
+"""Communication between ranks: the communicator, shared memory to address, and their errors."""
 
 from pyparallel import _autoload
 from pyparallel.comm.communicator import Communicator, Recv, Send
 from pyparallel.comm.reductions import Reduction, premul_sum
+from pyparallel.comm.symmetric_memory import SymmetricMemory
 from pyparallel.comm.work import Work
 from pyparallel.errors import (
     Aborted,
@@ -31,6 +32,7 @@ __all__ = [
     "Recv",
     "Reduction",
     "Send",
+    "SymmetricMemory",
     "SystemCallError",
     "Timeout",
     "Unsupported",

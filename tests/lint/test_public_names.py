@@ -1,0 +1,42 @@
+"""Public names are frozen here: to add one, or to take one away, is to edit this table."""
+
+import importlib
+
+import pytest
+
+ERRORS = """Aborted Closed CommError CudaError Interrupted InvalidArgument Mismatch NcclError
+NoMemory PeerLost SystemCallError Timeout Unsupported"""
+
+PUBLIC = {
+    "pyparallel": "__version__ cmake_dir get_include",
+    "pyparallel.errors": ERRORS,
+    "pyparallel.comm": """Communicator Recv Reduction Send SymmetricMemory Work premul_sum
+        Aborted Closed CommError Interrupted InvalidArgument Mismatch NoMemory PeerLost
+        SystemCallError Timeout Unsupported""",
+    "pyparallel.comm.nccl": """NcclCommunicator NcclConfig NcclMemory RawArray Registration Window
+        group load nccl_info open_library unique_id NcclError NcclInternalError NcclInvalidArgument
+        NcclInvalidUsage NcclRemoteError NcclResultError NcclSystemError NcclTimeout
+        NcclUnhandledCudaError""",
+    "pyparallel.environment": "VARIABLES Variable",
+    "pyparallel.cli": "COMMANDS main",
+    "pyparallel.doctor": "main report",
+}
+
+
+@pytest.mark.parametrize("module", sorted(PUBLIC))
+def test_names_are_those_of_the_table(module):
+    found = importlib.import_module(module)
+    names = found.__all__
+    assert all(isinstance(name, str) for name in names)
+    assert len(names) == len(set(names))
+    assert set(names) == set(PUBLIC[module].split())
+    assert [name for name in names if not hasattr(found, name)] == []
+
+
+@pytest.mark.parametrize("module", sorted(PUBLIC))
+def test_every_public_name_is_explained(module):
+    found = importlib.import_module(module)
+    for name in found.__all__:
+        value = getattr(found, name)
+        if callable(value):
+            assert value.__doc__, f"{module}.{name} has no docstring"
