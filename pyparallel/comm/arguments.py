@@ -36,6 +36,11 @@ class Arguments(Base):
             )
         return tensors, counts
 
+    def _own(self, counts: int | list[int], like: Tensor) -> int:
+        """Where this rank's shard begins in the whole, in bytes."""
+        before = counts * self._rank if isinstance(counts, int) else sum(counts[: self._rank])
+        return before * like.element_size()
+
     def _out(self, out: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if out is None:
             return torch.empty(tuple(shape), dtype=dtype)

@@ -55,14 +55,18 @@ class Base:
         targets: Sequence[Tensor],
         result: Any,
         async_op: bool,
+        own: int | None = None,
     ) -> Any:
         """Runs or queues the core's call; through copies where tensors are not plain or overlap.
+
+        One source may lie `own` bytes after the start of the one target (before it, if negative):
+        this rank's own shard of the larger one, which the core works on in place.
 
         Queued calls copy when their turn comes, so that they see what earlier ones wrote.
         """
         if len(sources) == 1 and len(targets) == 1:
             source, target = sources[0], targets[0]
-            direct = is_array(source) and is_array(target) and disjoint(source, target)
+            direct = is_array(source) and is_array(target) and disjoint(source, target, own)
             if direct and not async_op:
                 call([source.data_ptr()], [target.data_ptr()], False)
                 written(targets)

@@ -190,6 +190,7 @@ class Collectives(Arguments):
             outs,
             result,
             async_op,
+            self._own(counts, x) if len(outs) == 1 else None,
         )
 
     def reduce_scatter(
@@ -235,7 +236,8 @@ class Collectives(Arguments):
                 queued,
             )
 
-        return self._start(call, ins, [to_front(result, axis)], result, async_op)
+        own = -self._own(counts, result) if len(ins) == 1 else None
+        return self._start(call, ins, [to_front(result, axis)], result, async_op, own)
 
     def all_to_all(
         self,

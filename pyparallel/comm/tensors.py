@@ -85,9 +85,11 @@ def staging_for(x: Tensor, *, avoid: Sequence[Tensor] = ()) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype)
 
 
-def disjoint(a: Tensor, b: Tensor) -> bool:
-    """Whether two arrays are the same or touch no common byte."""
+def disjoint(a: Tensor, b: Tensor, own: int | None = None) -> bool:
+    """Whether two arrays are the same, touch no common byte, or lie exactly `own` bytes apart."""
     start_a, start_b = a.data_ptr(), b.data_ptr()
+    if start_a - start_b == own:
+        return True
     bytes_a, bytes_b = a.nbytes, b.nbytes
     if start_a == start_b:
         return bytes_a == bytes_b or bytes_a == 0 or bytes_b == 0

@@ -265,7 +265,10 @@ def test_inference_tensors_and_negated_views():
 
 
 def test_overlapping_input_and_output_are_right():
-    """A shard of the input as output, and the other way round, as in-place collectives do."""
+    """A shard of the input as output, and the other way round, as in-place collectives do.
+
+    Exactly its own shard is worked on in place; anything else that overlaps goes through copies.
+    """
 
     def body(comm: Communicator) -> None:
         me, base = comm.rank, torch.arange(12.0)
@@ -279,6 +282,16 @@ def test_overlapping_input_and_output_are_right():
         mine += base[:6] + 100 * me
         comm.all_gather(mine, out=whole)
         assert whole.tolist() == [*range(6), *range(100, 106)]
+
+        sizes = [4, 8]
+        uneven = torch.zeros(12)
+        mine = uneven[4 * me : 4 * me + sizes[me]]
+        mine += me + 1
+        comm.all_gather(mine, sizes=sizes, out=uneven)
+        assert uneven.tolist() == [1.0] * 4 + [2.0] * 8
+        shifted = torch.arange(13.0)  # one element beside its own shard
+        comm.all_gather(shifted[1 + 6 * me : 7 + 6 * me], out=shifted[:12])
+        assert shifted.tolist() == [*range(1, 13), 12]
 
         x = base.clone()
         comm.all_reduce(x[:8], out=x[4:])

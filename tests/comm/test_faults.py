@@ -10,7 +10,10 @@ import signal
 import time
 
 import pytest
+import torch
 
+from pyparallel import _core
+from pyparallel.comm import Aborted, Communicator, PeerLost
 from tests.comm.bare_rank import COLLECTIVES, OPS
 from tests.comm.faults import bare_group, shared_files
 
@@ -106,6 +109,27 @@ def test_a_death_while_joining(victim):
         assert end.error == "PeerLost", end
         assert end.at - killed < NOTICED
         assert f"rank {victim} died or gave up while joining" in end.text, end
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_started_calls_report_a_killed_rank(victim):
+    """A queue of started calls, contiguous and not, and a receive: every work raises, soon."""
+    survivor = 1 - victim
+    with bare_group(2, "send_recv", started=[victim]) as group:
+        core = _core.Communicator.join(bytes.fromhex(group.id), survivor, 2, "faults", 30_000)
+        core.barrier(30_000, False)
+        with Communicator(core) as comm:
+            works = [comm.all_reduce(torch.ones(3, 2).t(), async_op=True) for _ in range(3)]
+            works += [comm.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+            works.append(comm.irecv(torch.ones(3), victim, tag=77))
+            time.sleep(0.2)
+            assert not any(work.done() for work in works)
+            killed = group.signal(victim)
+            for work in works:
+                error = work.exception()
+                assert isinstance(error, (PeerLost, Aborted)), error
+                assert f"rank {victim} (pid {group.pid(victim)}) died" in str(error)
+            assert time.monotonic() - killed < NOTICED
 
 
 def test_crashes_leave_nothing_and_the_next_group_starts():
