@@ -81,6 +81,8 @@ void fill(Array& array, DType dtype) {
   }
 }
 
+Store any_store() { return below(2) == 0 ? Store::streamed : Store::cached; }
+
 struct Case {
   DType dtype;
   ReduceOp op;
@@ -89,7 +91,7 @@ struct Case {
   bool aligned;  // else every array has an offset of its own, not a multiple of the element
   int alias;     // -1, or the input that is also the output
   bool second;   // also into second_out
-  Store store;
+  Store store, second_store;
 };
 
 // Runs the case on every variant; all must give the reference's bytes and touch nothing else.
@@ -116,6 +118,7 @@ void run(const Case& c, const std::vector<const ReduceKernels*>& variants) {
   args.factors = factors.data();
   args.divisor = c.n + static_cast<int>(below(300));
   args.store = c.store;
+  args.second_store = c.second_store;
   reference::reduce(args);
 
   std::vector<std::byte> kept;
@@ -166,13 +169,13 @@ int main(int argc, char** argv) {
         const int n =
             count % 5 == 0 ? 1 + static_cast<int>(below(17)) : 2 + static_cast<int>(below(4));
         run({dtype, op, n, count, below(2) == 0, below(3) == 0 ? static_cast<int>(below(n)) : -1,
-             below(3) == 0, below(2) == 0 ? Store::streamed : Store::cached},
+             below(3) == 0, any_store(), any_store()},
             variants);
       }
       for (int n : {2, 3, 4, 5, 8, 9}) {
         run({dtype, op, n, 5000 + below(3000), below(2) == 0,
-             below(3) == 0 ? static_cast<int>(below(n)) : -1, below(3) == 0,
-             below(2) == 0 ? Store::streamed : Store::cached},
+             below(3) == 0 ? static_cast<int>(below(n)) : -1, below(3) == 0, any_store(),
+             any_store()},
             variants);
       }
     }
