@@ -65,16 +65,18 @@ def _kept(name: str, key: bytes, make: Sequence[str]) -> Path:
     return path
 
 
-def object_of(source: Path, flags: Sequence[str], defines: Sequence[str] = ()) -> Path:
-    command = [str(compiler()), *COMMON, *flags, *_flags(source)]
+def object_of(source: Path, flags: Sequence[str], extra: Sequence[str] = ()) -> Path:
+    """`extra` comes last, so that it wins."""
     # A definition that changes nothing in this file costs no second object.
-    defined = [f"-D{d}" for d in defines]
+    defined = [flag for flag in extra if flag.startswith("-D")]
+    command = [str(compiler()), *COMMON, *flags, *_flags(source)]
+    command += [flag for flag in extra if not flag.startswith("-D")]
     text = _run([*command, *defined, "-E", "-P", str(source)])
     key = b"\0".join([text, " ".join(command).encode(), _version().encode()])
     return _kept(source.stem, key, [*command, *defined, "-c", str(source), "-o"])
 
 
-def build(program: str, sources: Sequence[str], mode: str, defines: Sequence[str] = ()) -> Path:
+def build(program: str, sources: Sequence[str], mode: str, extra: Sequence[str] = ()) -> Path:
     """tests/native/`program`.cpp with the csrc files that match `sources` (globs)."""
     files = [NATIVE / f"{program}.cpp"]
     for pattern in sources:
@@ -82,7 +84,7 @@ def build(program: str, sources: Sequence[str], mode: str, defines: Sequence[str
         assert found, f"no file in csrc matches {pattern}"
         files += found
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        objects = list(pool.map(lambda file: object_of(file, MODES[mode], defines), files))
+        objects = list(pool.map(lambda file: object_of(file, MODES[mode], extra), files))
     command = [str(compiler()), *COMMON, *MODES[mode], *map(str, objects), "-ldl"]
     return _kept(program, "\0".join([*command, _version()]).encode(), [*command, "-o"])
 

@@ -40,6 +40,15 @@ def test_forced_instruction_set() -> None:
         build.run(program, PYPARALLEL_SIMD="mmx")
 
 
+def test_fused_multiply_add_is_seen() -> None:
+    """The control of the bit comparison: with contraction allowed AVX-512 (which has it) differs."""
+    if "variant avx512" not in build.run(build.build("test_reduce", REDUCE, "plain")):
+        pytest.skip("needs a CPU with AVX-512")
+    program = build.build("test_reduce", REDUCE, "plain", ["-ffp-contract=fast"])
+    with pytest.raises(AssertionError, match="FAILED: avx512 premul_sum float"):
+        build.run(program)
+
+
 def test_instruction_sets_stay_in_their_files() -> None:
     """An inline function compiled for AVX-512 could be the copy that the linker keeps for all."""
     for name in ("portable", "avx2", "avx512"):
@@ -69,7 +78,7 @@ def test_communicator(mode: str, spin_us: str) -> None:
 @pytest.mark.timeout(1500)
 def test_thread_sanitizer_sees_a_missing_release() -> None:
     """The control: one release store made relaxed is named, though every result is right."""
-    program = build.build("test_communicator", SHM, "thread", ["PYPARALLEL_TEST_WEAK_FLAG"])
+    program = build.build("test_communicator", SHM, "thread", ["-DPYPARALLEL_TEST_WEAK_FLAG"])
     with pytest.raises(AssertionError, match="data race") as failure:
         build.run(program, timeout=320)
     assert "pyparallel::shm::" in str(failure.value)
