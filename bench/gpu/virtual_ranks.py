@@ -45,7 +45,13 @@ class VirtualRanks:
         self._statuses = [new_status_page() for _ in range(self.world)]
         self.seats = [
             CudaCollectives(
-                rank, addresses, layout, self._statuses[rank], name=name, timeout=timeout
+                rank,
+                addresses,
+                layout,
+                self._statuses[rank],
+                device=self.device,
+                name=name,
+                timeout=timeout,
             )
             for rank in range(self.world)
         ]

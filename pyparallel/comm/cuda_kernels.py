@@ -13,7 +13,7 @@ import torch
 
 from pyparallel import _core
 from pyparallel.comm.reductions import DTYPES
-from pyparallel.comm.symmetric_memory import SymmetricMemory
+from pyparallel.comm.symmetric_memory import SymmetricMemory, _device
 from pyparallel.errors import InvalidArgument, Unsupported
 
 __all__ = ["CudaCollectives", "WorkspaceLayout", "choose", "new_status_page"]
@@ -105,6 +105,7 @@ class CudaCollectives:
         workspaces: the address of every rank's workspace, as this process sees it.
         layout: equal on all ranks.
         status: this rank's own page, from `new_status_page()`.
+        device: where this rank's workspace lies and its kernels run; by default the current one.
         multicast: the multicast address of the workspaces, 0 where there is none.
         name: of the group, for messages.
         timeout: seconds that a wait on the device may take.
@@ -118,6 +119,7 @@ class CudaCollectives:
         layout: WorkspaceLayout,
         status: torch.Tensor,
         *,
+        device: "torch.device | str | None" = None,
         multicast: int = 0,
         name: str = "world",
         timeout: float = 30.0,
@@ -131,6 +133,7 @@ class CudaCollectives:
         self.rank = rank
         self.layout = layout
         self.name = name
+        self.device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._timeout_ns = round(timeout * 1e9)
         self._multicast = multicast != 0
         self._keep = (keep, status)
@@ -164,6 +167,7 @@ class CudaCollectives:
             addresses,
             layout,
             new_status_page(),
+            device=memory.device,
             multicast=memory.multicast_pointer(workspace),
             name=memory._core.name,
             timeout=timeout,
@@ -264,10 +268,12 @@ class CudaCollectives:
                     f"{where}: {what} has shape {tuple(tensor.shape)} and strides "
                     f"{tensor.stride()}; expected a contiguous tensor, as .contiguous() gives"
                 )
-        if out.dtype != x.dtype or out.device != x.device:
-            raise InvalidArgument(
-                f"{where}: input is {x.dtype} on {x.device}, out {out.dtype} on {out.device}"
-            )
+            if tensor.device != self.device:
+                raise InvalidArgument(
+                    f"{where}: {what} is on {tensor.device}; this seat is on {self.device}"
+                )
+        if out.dtype != x.dtype:
+            raise InvalidArgument(f"{where}: input is {x.dtype}, out is {out.dtype}")
         if x.dtype not in DTYPES:
             raise InvalidArgument(f"{where}: dtype {x.dtype} is not supported")
 
@@ -303,9 +309,13 @@ class CudaCollectives:
         stream: int | None,
     ) -> None:
         if stream is None:
-            if not torch.cuda.is_available():
+            if self.device.type != "cuda":
                 raise Unsupported(f"{op}: no CUDA device, hence no current stream; pass stream=")
-            stream = torch.cuda.current_stream().cuda_stream
-        self._core.launch(
-            _OPS[op], dtype, x, out, count, *grid, index, peer, self._timeout_ns, stream
-        )
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+        launch = (_OPS[op], dtype, x, out, count, *grid, index, peer, self._timeout_ns, stream)
+        # The kernel starts on the calling thread's current device, which may be another one.
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self._core.launch(*launch)
+        else:
+            self._core.launch(*launch)

@@ -13,6 +13,9 @@ import pytest
 from bench.static import cuda_kernels as static
 from tests.cuda import programs
 
+# The first test of a run compiles: minutes on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+
 ROUNDS = {
     "barrier": 1,
     "all_reduce_one_shot": 1,

@@ -12,6 +12,9 @@ import pytest
 
 from tests.cuda import programs
 
+# The first test of a run compiles: minutes on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+
 CASES = [
     *("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_multimem"),
     *("all_gather", "reduce_scatter", "many_phases", "eight_ranks", "blocks_one_after_another"),

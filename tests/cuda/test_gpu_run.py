@@ -14,6 +14,9 @@ from bench.gpu.parts import Part
 from tests.cuda import programs
 from tests.cuda.test_python import STAND_IN
 
+# The first test of a run compiles: minutes on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+
 
 def _part(name: str, code: str, seconds: float = 30.0, **more) -> Part:
     return Part(name, "made up", (sys.executable, "-c", code), seconds, **more)

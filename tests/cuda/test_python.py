@@ -14,6 +14,9 @@ import torch
 
 from tests.cuda import programs
 
+# The first test of a run compiles: minutes on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+
 STAND_IN = ["stand_in.cpp", "emulated_kernels.cpp"]
 
 

@@ -172,6 +172,12 @@ def misfits_name_the_call(s: Setup) -> None:
         lambda: seat.all_reduce(x[:8], out=x[4:], algorithm="one_shot", grid=s.grid, stream=stream),
     )
     _raises(ValueError, ["73 ranks"], WorkspaceLayout(73).core)
+    elsewhere = torch.empty(12, device="meta")
+    _raises(
+        ValueError,
+        ["out is on meta", "this seat is on"],
+        lambda: seat.all_reduce(x, out=elsewhere, stream=stream),
+    )
 
 
 def a_missing_rank_raises(s: Setup) -> None:

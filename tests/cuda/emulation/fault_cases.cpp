@@ -95,7 +95,10 @@ void a_late_rank_is_named_and_unharmed(Op op) {
   // Failed ranks do nothing any more: no output, and not a byte of a peer's workspace.
   const std::string memory_after(world.memory(1), world.layout().bytes());
   std::vector<float> out_before = buffers[0].out;
-  for (int r : {0, 2}) call(r, kLong);
+  for (int r : {0, 2}) {
+    for (float& value : buffers[r].in) value += 100.0f;  // what must not be sent
+    call(r, kLong);
+  }
   CHECK(memory_after == std::string(world.memory(1), world.layout().bytes()));
   CHECK(out_before == buffers[0].out);
   CHECK(world.page(0).call == 3, world.page(0).call);
@@ -111,6 +114,8 @@ void check_mismatch(const std::function<void(int, Request&)>& change,
   world.on_all_ranks([&](int r) {
     Request request = buffers[r].request(Op::all_reduce_two_shot, kLong);
     change(r, request);
+    // Rank 0's blocks are all waiting by then, also those that rank 1 does not have.
+    if (r == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
     Seat seat = world.seat(r);
     if (r == 1) seat.layout = odd_layout;
     for (const Recorded& launch : record(request, seat)) run(launch);
