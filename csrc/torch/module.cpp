@@ -6,6 +6,7 @@
 #include "python/capsule.h"
 #include "python/rooms.h"
 #include "torch/backend.h"
+#include "torch/fast_calls.h"
 #include "torch/group.h"
 
 namespace py = pybind11;
@@ -71,5 +72,6 @@ PYBIND11_MODULE(_torch, m) {
       py::arg("make_gloo"),
       "Collective over the ranks of one group, on any number of hosts: a capsule for "
       "_core.Communicator.from_capsule.");
+  dist::register_fast_calls(m);
   m.def("has_cuda", &dist::has_cuda_backend, "Whether this build can serve CUDA tensors.");
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyparallel import _core
+from pyparallel import _core, _torch
 from pyparallel.comm.tensors import (
     any_overlap,
     contiguous,
@@ -28,6 +28,7 @@ class Base:
 
     def __init__(self, core: _core.Communicator) -> None:
         self._core = core
+        self._fast = _torch.FastCalls(core.to_capsule())
         self._rank = core.rank
         self._world_size = core.size
         self._timeout_ms = core.timeout_ms

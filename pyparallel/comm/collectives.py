@@ -1,19 +1,19 @@
 """The collectives of `Communicator`: arguments checked on this rank, then one call of the core.
 
-Every method goes the same way: check and shape the arguments; when that fails, refuse, so that the
-other ranks raise too; else run the core's call on plain arrays, through copies where a tensor is
-none (`Base._start`).
+Every method goes the same way. The common case (plain tensors, even shards along dimension 0) is
+checked and called in C++ (`_torch.FastCalls`, which gives None for any other). Else: check and
+shape the arguments; when that fails, refuse, so that the other ranks raise too; else run the core's
+call on plain arrays, through copies where a tensor is none (`Base._start`).
 """
 
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyparallel.comm.arguments import Arguments
-from pyparallel.comm.reductions import DTYPES, REDUCTIONS, Reduction, reduction_of
+from pyparallel.comm.reductions import DTYPES, Reduction, reduction_of
 from pyparallel.comm.shards import axis_of, shards_of_whole, to_front, whole_from_shard
 from pyparallel.comm.tensors import (
     check_like,
@@ -21,7 +21,6 @@ from pyparallel.comm.tensors import (
     checked_output,
     is_plain,
     tensor_list,
-    written,
 )
 from pyparallel.errors import InvalidArgument
 
@@ -56,15 +55,10 @@ class Collectives(Arguments):
 
         All ranks get the same bits.
         """
-        if out is None and timeout is None and not async_op and is_plain(x):
-            known = REDUCTIONS.get(op) if type(op) is str else None
-            if known is not None:  # the common case, on the shortest way
-                p, dtype = x.data_ptr(), DTYPES[x.dtype]
-                self._core.all_reduce(
-                    p, p, x.numel(), dtype, known.code, 1.0, self._timeout_ms, False
-                )
-                written((x,))
-                return x
+        if timeout is None and not async_op:
+            done = self._fast.all_reduce(x, op, out)
+            if done is not None:
+                return done
         try:
             reduction = reduction_of(op)
             if not is_plain(x):
@@ -107,6 +101,10 @@ class Collectives(Arguments):
 
         Elsewhere nothing is written, and `x` is given back (or `out`, as it was).
         """
+        if timeout is None and not async_op:
+            done = self._fast.reduce(x, op, root, out)
+            if done is not None:
+                return done
         try:
             reduction = reduction_of(op)
             self._check_root(root)
@@ -133,6 +131,10 @@ class Collectives(Arguments):
         self, x: Tensor, root: int = 0, *, async_op: bool = False, timeout: Seconds = None
     ) -> Ran:
         """Gives every rank the root's `x`, in place; gives `x`."""
+        if timeout is None and not async_op:
+            done = self._fast.broadcast(x, root)
+            if done is not None:
+                return done
         try:
             self._check_root(root)
             if not is_plain(x):
@@ -164,6 +166,10 @@ class Collectives(Arguments):
         receives rank r's `x` and may have any shape of as many elements. A 0-dimensional `x` counts
         as one row.
         """
+        if dim == 0 and sizes is None and timeout is None and not async_op:
+            done = self._fast.all_gather(x, out)
+            if done is not None:
+                return done
         counts: int | list[int]
         try:
             x = x if is_plain(x) else checked(x, "x")
@@ -172,10 +178,6 @@ class Collectives(Arguments):
                 result: Any = out
                 outs, counts = self._list_out(x, out, dim, sizes)
                 ins = [x]
-            elif out is None and sizes is None and dim == 0 and x.dim() > 0:  # the common case
-                shape = x.shape
-                result = torch.empty((shape[0] * self._world_size, *shape[1:]), dtype=x.dtype)
-                ins, outs, counts = [x], [result], x.numel()
             else:
                 whole = whole_from_shard(x.shape, dim, sizes, self._rank, self._world_size)
                 result = self._out(out, whole.shape, x.dtype)
@@ -209,6 +211,10 @@ class Collectives(Arguments):
         Uneven: `sizes[r]` is the size of rank r's shard; without it `dim` must divide by the number
         of ranks. `x` may be a list: x[r] is what is reduced for rank r.
         """
+        if dim == 0 and sizes is None and timeout is None and not async_op:
+            done = self._fast.reduce_scatter(x, op, out)
+            if done is not None:
+                return done
         try:
             reduction = reduction_of(op)
             ms = self._ms(timeout)
@@ -255,6 +261,10 @@ class Collectives(Arguments):
         Uneven: `in_sizes[r]` go to rank r, `out_sizes[r]` come from it. With lists `x` and `out`,
         x[r] goes to rank r and out[r] receives from it.
         """
+        if dim == 0 and in_sizes is None and out_sizes is None and timeout is None and not async_op:
+            done = self._fast.all_to_all(x, out)
+            if done is not None:
+                return done
         try:
             ms = self._ms(timeout)
             if isinstance(x, Sequence):
@@ -310,6 +320,10 @@ class Collectives(Arguments):
         `x` is None except on the root, and may be a list: x[r] goes to rank r. Uneven: `sizes[r]`
         is the size of rank r's shard.
         """
+        if dim == 0 and sizes is None and timeout is None and not async_op:
+            done = self._fast.scatter(x, out, root)
+            if done is not None:
+                return done
         ins: list[Tensor] = []
         counts: list[int] = []
         try:
@@ -352,6 +366,10 @@ class Collectives(Arguments):
         timeout: Seconds = None,
     ) -> Ran:
         """As `all_gather`, on the root only; elsewhere an empty tensor is given."""
+        if dim == 0 and sizes is None and timeout is None and not async_op:
+            done = self._fast.gather(x, out, root)
+            if done is not None:
+                return done
         outs: list[Tensor] = []
         counts: list[int] = []
         try:
