@@ -13,6 +13,7 @@
 
 #include "shm/communicator.h"
 #include "shm/group.h"
+#include "shm/peer_writer.h"
 #include "shm/reduce.h"
 #include "symmetric/registry.h"
 
@@ -97,6 +98,7 @@ class Collectives {
   RankPage& my_page() { return group_.page(group_.rank()); }
 
   Group& group_;
+  PeerWriter to_peers_;
   std::uint64_t steps_ = 0;
   bool staging_reserved_ = false;
   std::size_t staging_next_ = 0;

@@ -52,7 +52,7 @@ void Collectives::move(Move& move, const Deadline& deadline) {
     call.flags |= CallHeader::kInline;
     std::size_t offset = 0;
     for (const ConstBlock& block : move.send) {
-      copy(group_.inbox(me) + offset, block.data, block.count * element, kToPeers);
+      to_peers_.copy(group_.inbox(me) + offset, block.data, block.count * element);
       offset += block.count * element;
     }
   }
@@ -108,8 +108,8 @@ void Collectives::move_chunked(const Move& move, std::size_t largest, const Dead
         for (const int reader : move.readers) wait_done(reader, steps_ + k - kSlots + 1, deadline);
       for (std::size_t b = 0; b < move.send.size(); ++b) {
         const ConstBlock& block = move.send[b];
-        copy(slot(me, k, static_cast<int>(b)), bytes_at(block.data, k * step * element),
-             length_at(block.count, k, step) * element, kToPeers);
+        to_peers_.copy(slot(me, k, static_cast<int>(b)), bytes_at(block.data, k * step * element),
+                       length_at(block.count, k, step) * element);
       }
       my_page().ready.publish(steps_ + k + 1);
     }

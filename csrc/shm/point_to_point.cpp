@@ -225,7 +225,7 @@ bool PointToPoint::push(int to) {
       const std::size_t at = written % capacity;
       const std::size_t n =
           std::min({send.bytes_ - send.moved_, space, kPieceBytes, capacity - at});
-      copy(data + at, send.data_ + send.moved_, n, kToPeers);
+      to_peers_.copy(data + at, send.data_ + send.moved_, n);
       send.moved_ += n;
       written += padded(n);  // only a message's last piece is not a multiple already
       space -= std::min(space, padded(n));

@@ -25,6 +25,7 @@
 
 #include "shm/communicator.h"
 #include "shm/group.h"
+#include "shm/peer_writer.h"
 
 namespace pyparallel::shm {
 
@@ -70,6 +71,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   std::mutex mutex_;
   std::condition_variable changed_;
   SpinBudget spin_;
+  PeerWriter to_peers_;
   std::vector<std::deque<std::shared_ptr<Transfer>>> sends_;  // by receiver, in order
   std::list<std::shared_ptr<Transfer>> receives_;             // in order of posting
   std::vector<std::unique_ptr<Incoming>> incoming_;           // by source

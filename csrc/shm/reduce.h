@@ -35,14 +35,6 @@ void reduce(const ReduceArgs& args);
 // memcpy with the hint.
 void copy(void* out, const void* in, std::size_t bytes, Store store);
 
-// How to write what another core has read before and will read next (staging, inboxes, rings).
-// Cached stores must first take each line from the reader's cache, and the reader then fetches it
-// from the writer's: between cores that share a last-level cache this costs little, between others
-// it was seen to cost 35 ns a line each way (1 MB: 600 us, streamed 70). Streamed stores cost alike
-// everywhere, at worst a third more than cached ones between near cores; which of the two it is
-// changes whenever the system moves a process.
-constexpr Store kToPeers = Store::streamed;
-
 // "avx512", "avx2" or "portable"; PYPARALLEL_SIMD forces one (an error where this CPU lacks it).
 const char* simd_name();
 

@@ -113,8 +113,8 @@ void Collectives::two_shot(const TwoShot& call, const Deadline& deadline) {
   const auto a = [&](std::size_t k) {
     for (int i = 1; i < n; ++i) {
       const int owner = (me + i) % n;
-      copy(staged(me, k, owner), bytes_at(call.in[owner].data, k * step * element),
-           length(owner, k) * element, kToPeers);
+      to_peers_.copy(staged(me, k, owner), bytes_at(call.in[owner].data, k * step * element),
+                     length(owner, k) * element);
     }
     my_page().ready.publish(steps_ + k + 1);
   };
@@ -130,11 +130,11 @@ void Collectives::two_shot(const TwoShot& call, const Deadline& deadline) {
     if (call.out[me] != nullptr) {
       args.out = bytes_at(call.out[me], k * step * element);
       args.second_out = call.shared ? result(me, k) : nullptr;
-      args.second_store = kToPeers;
+      args.second_store = to_peers_.store();
       args.store = store;
     } else {
       args.out = result(me, k);
-      args.store = kToPeers;
+      args.store = to_peers_.store();
     }
     if (args.count != 0) shm::reduce(args);
     my_page().done.publish(steps_ + k + 1);
@@ -192,7 +192,7 @@ void Collectives::all_reduce(const void* in, void* out, std::size_t count, DType
   call.count = count;
   call.factor = reduction.factor;
   announce_symmetric(in == out ? in : nullptr, bytes);
-  if (small && n > 1) copy(group_.inbox(group_.rank()), in, bytes, kToPeers);
+  if (small && n > 1) to_peers_.copy(group_.inbox(group_.rank()), in, bytes);
   group_.arrive(deadline);
 
   if (all_symmetric()) return all_reduce_symmetric(count, dtype, reduction, deadline);
@@ -227,7 +227,7 @@ void Collectives::reduce(const void* in, void* out, std::size_t count, DType dty
   call.count = count;
   call.factor = reduction.factor;
   const bool is_root = group_.rank() == root;
-  if (small && !is_root) copy(group_.inbox(group_.rank()), in, bytes, kToPeers);
+  if (small && !is_root) to_peers_.copy(group_.inbox(group_.rank()), in, bytes);
   group_.arrive(deadline);
 
   if (small) {
@@ -273,7 +273,7 @@ void Collectives::reduce_scatter(const ConstBlock* in, void* out, DType dtype, R
     std::size_t offset = 0;
     for (int r = 0; r < n; ++r) {
       if (r == me) before_mine = offset;
-      if (r != me) copy(group_.inbox(me) + offset, in[r].data, in[r].count * element, kToPeers);
+      if (r != me) to_peers_.copy(group_.inbox(me) + offset, in[r].data, in[r].count * element);
       offset += in[r].count * element;
     }
   }

@@ -72,10 +72,10 @@ void Collectives::all_reduce_symmetric(std::size_t count, DType dtype, Reduction
     for (int r = 0; r < n; ++r) inputs_[r] = peers_[r] + at * element;
     args.out = peers_[me] + at * element;
     args.second_out = peers_[(me + 1) % n] + at * element;
-    args.second_store = kToPeers;
+    args.second_store = to_peers_.store();
     shm::reduce(args);
     for (int i = 2; i < n; ++i)
-      copy(peers_[(me + i) % n] + at * element, args.out, args.count * element, kToPeers);
+      to_peers_.copy(peers_[(me + i) % n] + at * element, args.out, args.count * element);
   }
   finish_together(deadline);
 }
