@@ -1,0 +1,32 @@
+"""The README's example runs as it stands (examples/c_abi is run by tests/capi)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_two_ranks_by_torchrun():
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "examples/two_ranks.py"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "rank 0 of 2: [3.0, 3.0, 3.0]",
+        "rank 1 of 2: [3.0, 3.0, 3.0]",
+    ]
+
+
+def test_the_readme_shows_this_file():
+    readme = (ROOT / "README.md").read_text()
+    assert f"```python\n{(ROOT / 'examples/two_ranks.py').read_text()}```" in readme
