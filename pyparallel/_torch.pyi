@@ -30,6 +30,7 @@ def join(
     timeout: timedelta,
     make_gloo: Callable[[Store, int, int, float], TorchBackend],
 ) -> object: ...
+
 class FastCalls:
     """Each gives the result, or None where the case is not the common one."""
 
