@@ -34,7 +34,7 @@ constexpr std::chrono::milliseconds interrupt_period{50};
 bool run_with_deadline(std::function<void()> call, Deadline deadline) {
   auto outcome = std::make_shared<Outcome>();
   std::thread([outcome, call = std::move(call), context = current_context()]() mutable {
-    use_context(context);
+    if (context != nullptr) use_context(context);
     std::exception_ptr error;
     try {
       call();
@@ -74,7 +74,7 @@ void run_detached(std::function<void()> call) noexcept {
   };
   try {
     std::thread([ended, call = std::move(call), context = current_context()]() mutable {
-      use_context(context);
+      if (context != nullptr) use_context(context);
       try {
         call();
       } catch (...) {  // nobody is left to tell

@@ -125,10 +125,10 @@ void Communicator::check_async() {
 
 // --- calls
 
-std::unique_lock<std::timed_mutex> Communicator::enter(const std::string& text, Deadline deadline,
-                                                       bool after_failure) {
+std::unique_lock<CallMutex> Communicator::enter(const std::string& text, Deadline deadline,
+                                                bool after_failure) {
   require_usable(after_failure);
-  std::unique_lock<std::timed_mutex> lock(calls_, std::defer_lock);
+  std::unique_lock<CallMutex> lock(calls_, std::defer_lock);
   if (!lock.try_lock_for(deadline.remaining())) {
     throw Timeout(str(where(), ": ", text, " waited ", deadline.timeout_seconds(),
                       " s for another thread's call on this communicator"));
@@ -195,7 +195,7 @@ void Communicator::close(Deadline deadline) {
     abort("closed after a failure", deadline);
     return;
   }
-  std::unique_lock<std::timed_mutex> lock(calls_, std::defer_lock);
+  std::unique_lock<CallMutex> lock(calls_, std::defer_lock);
   std::string fault;
   if (!lock.try_lock_for(deadline.remaining())) {
     fault = "another thread's call has not returned";
@@ -260,7 +260,7 @@ bool Communicator::abort(const std::string& why, Deadline deadline) noexcept {
     if (fork_generation_ != fork_generation()) return true;
     fail(Status::aborted, why);
     // A thread that polls sees the failure and leaves; it must not use the handle any more by then.
-    std::unique_lock<std::timed_mutex> lock(calls_, std::defer_lock);
+    std::unique_lock<CallMutex> lock(calls_, std::defer_lock);
     static_cast<void>(
         lock.try_lock_for(std::min<Deadline::Duration>(abort_grace, deadline.remaining())));
     const RawComm handle = take_handle();

@@ -24,6 +24,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "nccl/call_mutex.h"
 #include "nccl/config.h"
 #include "nccl/error.h"
 #include "nccl/library.h"
@@ -182,8 +183,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Turns the result of a call into success or an exception.
   void finish(Result result, RawComm handle, const std::string& text, Deadline deadline);
   // Locks calls_, or throws Timeout; then checks that the communicator is usable.
-  std::unique_lock<std::timed_mutex> enter(const std::string& text, Deadline deadline,
-                                           bool after_failure = false);
+  std::unique_lock<CallMutex> enter(const std::string& text, Deadline deadline,
+                                    bool after_failure = false);
   // Aborts in the background, unless failures are only to be recorded.
   void end_after_failure() noexcept;
   void watchdog_tick() noexcept;
@@ -216,7 +217,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<std::uint64_t> sequence_{0};
 
-  std::timed_mutex calls_;  // held while a thread is inside the library with this handle
+  CallMutex calls_;  // held while a thread is inside the library with this handle
   // Held for moments: the fields below. Taken after calls_, never the other way round.
   mutable std::mutex state_;
   RawComm handle_ = nullptr;

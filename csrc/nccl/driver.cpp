@@ -14,13 +14,15 @@ constexpr Status success = 0;
 constexpr Status not_ready = 600;
 constexpr unsigned event_disable_timing = 2;
 
-#define PYPARALLEL_DRIVER_SYMBOLS(X)                              \
-  X(cuCtxGetCurrent, cuCtxGetCurrent, (Context * context))        \
-  X(cuCtxSetCurrent, cuCtxSetCurrent, (Context context))          \
-  X(cuEventCreate, cuEventCreate, (void** event, unsigned flags)) \
-  X(cuEventRecord, cuEventRecord, (void* event, Stream stream))   \
-  X(cuEventQuery, cuEventQuery, (void* event))                    \
-  X(cuEventDestroy, cuEventDestroy_v2, (void* event))             \
+#define PYPARALLEL_DRIVER_SYMBOLS(X)                                                     \
+  X(cuCtxGetCurrent, cuCtxGetCurrent, (Context * context))                               \
+  X(cuCtxSetCurrent, cuCtxSetCurrent, (Context context))                                 \
+  X(cuDeviceGet, cuDeviceGet, (int* device, int ordinal))                                \
+  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (Context * context, int device)) \
+  X(cuEventCreate, cuEventCreate, (void** event, unsigned flags))                        \
+  X(cuEventRecord, cuEventRecord, (void* event, Stream stream))                          \
+  X(cuEventQuery, cuEventQuery, (void* event))                                           \
+  X(cuEventDestroy, cuEventDestroy_v2, (void* event))                                    \
   X(cuStreamIsCapturing, cuStreamIsCapturing, (Stream stream, int* state))
 
 struct Driver {
@@ -84,8 +86,21 @@ Context current_context() noexcept {
   return context;
 }
 
+// Null is a context too: none.
 void use_context(Context context) noexcept {
-  if (context != nullptr) Driver::get()->cuCtxSetCurrent(context);
+  const Driver* driver = Driver::get();
+  if (driver != nullptr) driver->cuCtxSetCurrent(context);
+}
+
+Context context_of_device(int device) {
+  const Driver* driver = Driver::get();
+  if (driver == nullptr) return nullptr;
+  int handle = 0;
+  Context context = nullptr;
+  check_driver(driver->cuDeviceGet(&handle, device), "cuDeviceGet");
+  // Never released: NCCL keeps the device in use for as long as the process does.
+  check_driver(driver->cuDevicePrimaryCtxRetain(&context, handle), "cuDevicePrimaryCtxRetain");
+  return context;
 }
 
 bool can_record_events() noexcept { return Driver::get() != nullptr; }

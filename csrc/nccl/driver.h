@@ -18,6 +18,27 @@ void use_driver(const std::string& library);
 Context current_context() noexcept;
 void use_context(Context context) noexcept;
 
+// A device's primary context, which is the one that CUDA's run time and hence NCCL work in. Null
+// without a driver.
+Context context_of_device(int device);
+
+// Makes a context current for its lifetime: the caller's current device may be another one.
+class InContext {
+ public:
+  explicit InContext(Context context) : before_(current_context()), changed_(context != before_) {
+    if (changed_) use_context(context);
+  }
+  ~InContext() {
+    if (changed_) use_context(before_);
+  }
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
+
+ private:
+  const Context before_;
+  const bool changed_;
+};
+
 // Whether work on streams can be watched in this process.
 bool can_record_events() noexcept;
 

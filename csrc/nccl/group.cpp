@@ -62,7 +62,7 @@ void Communicator::launch(std::vector<Operation>& operations) {
   const std::string whole =
       grouped ? str("group of ", operations.size(), " calls from ", first.text) : first.text;
 
-  std::vector<std::unique_lock<std::timed_mutex>> locks;
+  std::vector<std::unique_lock<CallMutex>> locks;
   std::map<Communicator*, RawComm> handles;
   for (Communicator* member : members) {  // in the order of their addresses: no two groups deadlock
     PYPARALLEL_REQUIRE(&member->library() == &library,
@@ -103,6 +103,7 @@ void Communicator::launch(std::vector<Operation>& operations) {
   const Operation& blamed = failed != nullptr ? *failed : first;
   const std::string& text = failed != nullptr ? failed->text : whole;
   if (result != Result::success && result != Result::in_progress) {
+    for (Communicator* member : members) member->unsettled_ = !member->blocking_;
     blamed.communicator->finish(result, handles[blamed.communicator.get()], text, deadline);
   }
   for (Communicator* member : members) {

@@ -191,7 +191,7 @@ void Communicator::adopt(RawComm handle, const std::string& text, Deadline deadl
   check(library, library->CommUserRank(handle, &rank_), "ncclCommUserRank", handle, text);
   check(library, library->CommCount(handle, &size_), "ncclCommCount", handle, text);
   check(library, library->CommCuDevice(handle, &device_), "ncclCommCuDevice", handle, text);
-  watch_ = std::make_shared<Watch>(current_context());
+  watch_ = std::make_shared<Watch>(context_of_device(device_));
   {
     const std::lock_guard<std::mutex> lock(state_);
     handle_ = handle;

@@ -21,6 +21,7 @@ void Watch::retire_front() {
 
 void Watch::launched(Stream stream, std::string text, Deadline deadline) {
   if (!can_record_events()) return;
+  const InContext in(context_);
   const std::lock_guard<std::mutex> lock(mutex_);
   // Two out for one in: the list stays short without waiting for the watchdog.
   for (int i = 0; i < 2 && !pending_.empty() && pending_.front().event->done(); ++i) retire_front();
@@ -56,7 +57,7 @@ std::string Watch::overdue() {
                " s: a peer has not come, or is stuck");
   }
   if (pending_.empty()) return {};
-  use_context(context_);
+  const InContext in(context_);
   while (!pending_.empty() && pending_.front().event->done()) retire_front();
   for (const Pending& pending : pending_) {
     if (pending.deadline.expired() && !pending.event->done()) {

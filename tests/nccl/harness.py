@@ -49,6 +49,7 @@ class Standin:
         self._nccl.standinLog.restype = ctypes.c_char_p
         self._nccl.standinLastConfig.restype = ctypes.c_char_p
         self._cuda.standinSynchronize.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self._cuda.standinSetStreamDevice.argtypes = [ctypes.c_void_p, ctypes.c_int]
         self._cuda.standinSetCapturing.argtypes = [ctypes.c_void_p, ctypes.c_int]
 
     def log(self) -> list[str]:
@@ -84,6 +85,9 @@ class Standin:
 
     def set_device(self, device: int) -> None:
         self._cuda.standinSetDevice(device)
+
+    def set_stream_device(self, stream: int, device: int) -> None:
+        self._cuda.standinSetStreamDevice(stream, device)
 
     def set_capturing(self, stream: int, on: bool) -> None:
         self._cuda.standinSetCapturing(stream, on)

@@ -22,8 +22,9 @@ def code_of(version: str) -> int:
 class Libraries:
     """Stand-ins in one folder, each in a folder of its own and named libnccl.so.2."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, flags: Iterable[str] = ("-O1", "-g1")) -> None:
         self.folder = folder
+        self.flags = list(flags)
         self.compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
         self._built: dict[tuple[object, ...], Path] = {}
         self.cuda = folder / "libstandin_cuda.so"
@@ -35,7 +36,7 @@ class Libraries:
 
     def _compile(self, *arguments: object) -> None:
         command = [
-            *(self.compiler, "-std=c++17", "-O1", "-g1", "-fPIC", "-fno-gnu-unique", "-pthread"),
+            *(self.compiler, "-std=c++17", *self.flags, "-fPIC", "-fno-gnu-unique", "-pthread"),
             *("-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-missing-field-initializers"),
             *("-Werror", f"-I{ROOT / 'csrc'}", *map(str, arguments)),
         ]

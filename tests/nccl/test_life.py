@@ -237,6 +237,24 @@ def test_work_that_does_not_end(standin: Standin, blocking: bool) -> None:
     wait_for(lambda: standin.alive() == 0)
 
 
+@pytest.mark.parametrize("current", [0, -1])
+def test_work_on_another_device_than_the_thread_s(standin: Standin, current: int) -> None:
+    """An event belongs to a device: the communicator's, whatever is current (-1: nothing)."""
+
+    def body(index: int) -> None:
+        standin.set_device(3)
+        comm = lone(standin, device=3)
+        stream = 0x900 + 16 * (current + 1)
+        standin.set_stream_device(stream, 3)
+        standin.set_device(current)
+        comm.all_reduce(array(), stream=stream)
+        comm.all_reduce(array(), stream=stream)
+        standin.synchronize(stream)
+        comm.close()
+
+    run_threads(1, body)
+
+
 def test_thread_stuck_inside_the_library(libraries: Libraries) -> None:
     """A blocking call that does not return is ended by aborting, at the deadline."""
     standin = Standin(libraries.build(fault="hang_launch"), libraries.cuda)

@@ -26,6 +26,7 @@ struct State {
   std::mutex mutex;
   std::map<void*, Queue> streams;
   std::set<void*> capturing;
+  std::map<void*, std::uintptr_t> devices;  // of streams that have one: their contexts
 };
 State& state() {
   static auto* all = new State;
@@ -57,8 +58,11 @@ void enqueue(void* stream, std::function<void()> work) {
 }
 
 struct Event {
+  std::uintptr_t context;                   // it was made in
   std::shared_ptr<std::atomic<bool>> done;  // of the last record
 };
+
+constexpr int invalid_context = 201, invalid_handle = 400;
 
 }  // namespace
 
@@ -72,11 +76,27 @@ int cuCtxSetCurrent(void* context) {
   current = reinterpret_cast<std::uintptr_t>(context);
   return 0;
 }
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = reinterpret_cast<void*>(first_context + static_cast<unsigned>(device));
+  return 0;
+}
 int cuEventCreate(void** event, unsigned) {
-  *event = new Event;
+  if (current == 0) return invalid_context;
+  *event = new Event{current, nullptr};
   return 0;
 }
 int cuEventRecord(void* event, void* stream) {
+  {
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    const auto home = state().devices.find(stream);
+    const bool elsewhere =
+        home != state().devices.end() && home->second != static_cast<Event*>(event)->context;
+    if (elsewhere) return invalid_handle;
+  }
   auto done = std::make_shared<std::atomic<bool>>(false);
   static_cast<Event*>(event)->done = done;
   enqueue(stream, [done] { done->store(true); });
@@ -105,7 +125,18 @@ int standinSynchronize(void* stream, int milliseconds) {
   return queue.changed.wait_for(lock, std::chrono::milliseconds(milliseconds),
                                 [&] { return queue.work.empty() && !queue.busy; });
 }
-void standinSetDevice(int device) { current = first_context + static_cast<unsigned>(device); }
+void standinSetStreamDevice(void* stream, int device) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().devices[stream] = first_context + static_cast<unsigned>(device);
+}
+// -1: a thread that has not touched CUDA.
+void standinSetDevice(int device) {
+  if (device < 0) {
+    current = 0;
+    return;
+  }
+  current = first_context + static_cast<unsigned>(device);
+}
 int standinDevice() { return static_cast<int>(current - first_context); }
 void standinSetCapturing(void* stream, int on) {
   const std::lock_guard<std::mutex> lock(state().mutex);

@@ -94,6 +94,8 @@ inline bool exchange(World& world, Channel channel, int rank, std::vector<Transf
                      std::vector<Transfer>& receives, const Stop& stop) {
   int idle = 0;
   for (;;) {
+    if (stop())
+      return false;  // first: what an aborted rank has queued must not follow half a message
     bool moved = false, left = false;
     bool blocked_out[most_ranks] = {}, blocked_in[most_ranks] = {};
     for (Transfer& t : sends) {
@@ -109,7 +111,6 @@ inline bool exchange(World& world, Channel channel, int rank, std::vector<Transf
       left = left || t.done < t.size;
     }
     if (!left) return true;
-    if (stop()) return false;
     idle = moved ? 0 : idle + 1;
     if (!moved) nap(idle);
   }
