@@ -34,6 +34,20 @@ int launch(const Call& call, DType dtype, Grid grid, void* stream) {
                           dim3(grid.threads), arguments, 0, static_cast<cudaStream_t>(stream));
 }
 
+// Asking for a kernel's attributes loads it, which lazy loading would otherwise do at its first
+// launch.
+int prepare() {
+  for (int op = 0; op < static_cast<int>(Op::count_); ++op) {
+    for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      cudaFuncAttributes attributes;
+      const Kernel kernel = kernel_of(static_cast<Op>(op), dtype);
+      const auto* function = reinterpret_cast<const void*>(kernel);
+      if (int error = cudaFuncGetAttributes(&attributes, function)) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
 const char* error_text(int cuda_error) {
   return cudaGetErrorString(static_cast<cudaError_t>(cuda_error));
 }
@@ -43,7 +57,7 @@ const char* error_text(int cuda_error) {
 
 extern "C" const pyparallel::cuda::KernelTable* pyparallel_cuda_kernels() {
   using namespace pyparallel::cuda;
-  static const KernelTable table = {KernelTable::current_version, sizeof(Call), launch,
-                                    current_device, error_text};
+  static const KernelTable table = {
+      KernelTable::current_version, sizeof(Call), launch, prepare, current_device, error_text};
   return &table;
 }

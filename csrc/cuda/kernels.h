@@ -24,6 +24,8 @@ struct KernelTable {
   // Returns a cudaError_t; checks nothing (the loader does), allocates nothing, waits for nothing,
   // and may be captured.
   int (*launch)(const Call& call, DType dtype, Grid grid, void* stream);
+  // Loads every kernel onto the current device. Returns a cudaError_t.
+  int (*prepare)();
   // The calling thread's current device. Returns a cudaError_t.
   int (*current_device)(Device* device);
   // Static text.

@@ -78,6 +78,10 @@ void Kernels::launch(const Request& request, const Seat& seat, void* stream) con
         str(name_of(request.op), ", rank ", seat.rank, " of ", seat.layout.world));
 }
 
+void Kernels::prepare() const {
+  check(*table_, table_->prepare(), "CUDA kernels: loading them onto the current device");
+}
+
 Device Kernels::current_device() const {
   Device device{};
   check(*table_, table_->current_device(&device), "CUDA kernels: asking for the current device");

@@ -24,6 +24,9 @@ class Kernels {
   // Starts the request on the stream. Asynchronous; throws InvalidArgument before, CudaError after
   // CUDA refused. Whether its waits succeeded is seen in the status page, see raise_failure().
   void launch(const Request& request, const Seat& seat, void* stream) const;
+  // To be called once per device before its first launch. Loading a kernel may wait for those that
+  // run; one that waits for a launch which comes after the load would make that a deadlock.
+  void prepare() const;
   Device current_device() const;
   const std::string& path() const { return path_; }
 

@@ -123,6 +123,7 @@ void register_cuda_kernels(py::module_& m) {
       .def("abort", [](const cuda::Seat& seat) { cuda::request_abort(*seat.status); });
   m.attr("CUDA_STATUS_BYTES") = sizeof(cuda::StatusPage);
   m.attr("CUDA_WORKSPACE_ALIGNMENT") = cuda::kLine;
+  m.def("cuda_prepare", [] { cuda::Kernels::get().prepare(); }, without_gil());
   m.def("cuda_choose", &choose, py::arg("collective"), py::arg("dtype"), py::arg("count"),
         py::arg("layout"), py::arg("multicast"), py::arg("rank_order"), py::arg("nccl"));
 }

@@ -6,6 +6,7 @@ a wait on the device ended with. How the kernels work: docs/cuda_kernels.md.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -140,6 +141,8 @@ class CudaCollectives:
         self._core = _core.CudaSeat(
             rank, list(workspaces), layout.core(), status.data_ptr(), multicast
         )
+        with self._on_device():
+            _core.cuda_prepare()  # no launch may have to load a kernel: see csrc/cuda/loader.h
 
     @classmethod
     def over(
@@ -312,10 +315,13 @@ class CudaCollectives:
             if self.device.type != "cuda":
                 raise Unsupported(f"{op}: no CUDA device, hence no current stream; pass stream=")
             stream = torch.cuda.current_stream(self.device).cuda_stream
-        launch = (_OPS[op], dtype, x, out, count, *grid, index, peer, self._timeout_ns, stream)
-        # The kernel starts on the calling thread's current device, which may be another one.
+        with self._on_device():
+            self._core.launch(
+                *(_OPS[op], dtype, x, out, count, *grid, index, peer, self._timeout_ns, stream)
+            )
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """CUDA works on the calling thread's current device, which may be another one."""
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                self._core.launch(*launch)
-        else:
-            self._core.launch(*launch)
+            return torch.cuda.device(self.device)
+        return nullcontext()

@@ -172,6 +172,7 @@ def misfits_name_the_call(s: Setup) -> None:
         lambda: seat.all_reduce(x[:8], out=x[4:], algorithm="one_shot", grid=s.grid, stream=stream),
     )
     _raises(ValueError, ["73 ranks"], WorkspaceLayout(73).core)
+    _raises(TypeError, ["slot_bytes"], WorkspaceLayout(2, slot_bytes=0.5 * 2**20).core)
     elsewhere = torch.empty(12, device="meta")
     _raises(
         ValueError,
@@ -217,8 +218,10 @@ def abort_raises(s: Setup) -> None:
 def multimem_needs_a_newer_device(s: Setup) -> None:
     from pyparallel.comm.cuda_kernels import CudaCollectives, new_status_page
 
-    ctypes.CDLL(os.environ["PYPARALLEL_CUDA_LIB"]).stand_in_capability(80)
+    library = ctypes.CDLL(os.environ["PYPARALLEL_CUDA_LIB"])
+    library.stand_in_capability(80)
     ranks = s.ranks(1)
+    assert library.stand_in_prepared() == 1, "kernels are loaded before any is launched"
     memory = ranks._memory[0]
     address = -(-memory.data_ptr() // 128) * 128
     seat = CudaCollectives(0, [address], ranks.layout, new_status_page(), multicast=address)

@@ -63,6 +63,13 @@ int launch(const Call& call, DType dtype, Grid grid, void* stream) {
   return 0;
 }
 
+std::atomic<int> prepared{0};
+
+int prepare() {
+  ++prepared;
+  return 0;
+}
+
 int current_device(Device* device) {
   *device = {0, capability, 1};
   return 0;
@@ -80,11 +87,16 @@ extern "C" const pyparallel::cuda::KernelTable* pyparallel_cuda_kernels() {
 #else
   constexpr std::uint32_t version = KernelTable::current_version;
 #endif
-  static const KernelTable table = {version, sizeof(Call), emulation::launch,
-                                    emulation::current_device, emulation::error_text};
+  static const KernelTable table = {version,
+                                    sizeof(Call),
+                                    emulation::launch,
+                                    emulation::prepare,
+                                    emulation::current_device,
+                                    emulation::error_text};
   return &table;
 }
 extern "C" void stand_in_synchronize(void* stream) {
   pyparallel::cuda::emulation::stream_of(stream).synchronize();
 }
+extern "C" int stand_in_prepared() { return pyparallel::cuda::emulation::prepared; }
 extern "C" void stand_in_capability(int value) { pyparallel::cuda::emulation::capability = value; }
