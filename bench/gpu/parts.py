@@ -35,8 +35,6 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
     return (PYTHON, "-m", name, *arguments)
 
 
-BUILD = (PYTHON, "setup.py", "--quiet", "build_ext", "--inplace")
-
 PARTS = (
     Part(
         "machine",
@@ -46,10 +44,10 @@ PARTS = (
     ),
     Part(
         "build",
-        "core, binding and kernels, for this GPU's architecture",
-        BUILD,
-        170,
-        environment={"PYPARALLEL_CUDA": "1", "PYPARALLEL_TORCH": "0"},
+        "core, bindings and torch backend; the kernels for this GPU's architecture",
+        (PYTHON, "setup.py", "--quiet", "build_ext", "--inplace"),
+        200,
+        environment={"PYPARALLEL_CUDA": "1", "PYPARALLEL_TORCH": "1"},
         architecture=True,
     ),
     Part(
@@ -86,14 +84,5 @@ PARTS = (
         "registers, residency and loads under way of the compiled kernels",
         _module("bench.static.cuda_kernels", "--arch", "90a"),
         40,
-    ),
-    Part(
-        "torch_build",
-        "the torch.distributed backend compiles against this torch",
-        BUILD,
-        150,
-        needs=("build",),
-        environment={"PYPARALLEL_CUDA": "1", "PYPARALLEL_TORCH": "1"},
-        architecture=True,
     ),
 )
