@@ -39,7 +39,9 @@ def vector_reductions(facts: Facts) -> Capability:
     name = "vectorised CPU reductions"
     try:
         simd = import_module("pyparallel._core").simd_name()
-    except (ImportError, RuntimeError) as error:
+    except ImportError as error:
+        return Capability(name, False, str(error), REBUILD)
+    except RuntimeError as error:
         return Capability(
             name, False, str(error), "unset PYPARALLEL_SIMD, or name what this CPU has"
         )
