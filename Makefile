@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 
 bin := $(VENV)/bin
 python := $(bin)/python
-native := $(shell find csrc examples tests \( -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' \
+native := $(shell find csrc examples tests bench \( -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' \
             -o -name '*.cuh' \) 2>/dev/null | sort)
 # The stamps lie in the environment, so that they go with it.
 stamps := $(VENV)/stamps
@@ -26,7 +26,8 @@ test: lint build
 lint: environment
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
-	$(bin)/clang-format --dry-run -Werror $(native)
+	@echo $(bin)/clang-format --dry-run -Werror "(all C, C++ and CUDA files)"
+	@$(bin)/clang-format --dry-run -Werror $(native)
 	$(bin)/mypy
 
 format: environment
