@@ -14,4 +14,9 @@ bool interrupt_requested() {
   return check != nullptr && check();
 }
 
+InterruptNote& interrupt_note() noexcept {
+  static thread_local InterruptNote note;
+  return note;
+}
+
 }  // namespace pyparallel

@@ -10,4 +10,12 @@ using InterruptCheck = bool (*)();
 void set_interrupt_check(InterruptCheck check) noexcept;
 bool interrupt_requested();
 
+// What the check keeps for whoever turns Interrupted into the language's own exception. One per
+// thread and shared by all modules of that language: the check of one may serve the waits of
+// another.
+struct InterruptNote {
+  void* pieces[3] = {};
+};
+InterruptNote& interrupt_note() noexcept;
+
 }  // namespace pyparallel

@@ -28,13 +28,6 @@ PyObject* class_of(Status status) {
   return index < classes.size() ? classes[index] : classes[0];
 }
 
-// What the signal handler raised, kept while the wait unwinds without the GIL.
-struct PendingException {
-  PyObject* type = nullptr;
-  PyObject* value = nullptr;
-  PyObject* traceback = nullptr;
-};
-thread_local PendingException pending;
 unsigned long main_thread = 0;
 
 // Python runs signal handlers on its main thread only: other threads need not take the GIL to ask.
@@ -42,7 +35,11 @@ bool check_signals() {
   if (PyThread_get_thread_ident() != main_thread || !Py_IsInitialized()) return false;
   const PyGILState_STATE state = PyGILState_Ensure();
   const bool raised = PyErr_CheckSignals() != 0;
-  if (raised) PyErr_Fetch(&pending.type, &pending.value, &pending.traceback);
+  if (raised) {  // kept while the wait unwinds without the GIL, for this module or another
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    interrupt_note() = {{type, value, traceback}};
+  }
   PyGILState_Release(state);
   return raised;
 }
@@ -51,9 +48,10 @@ void translate(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(thrown);
   } catch (const Interrupted& error) {
-    PendingException raised = std::exchange(pending, {});
-    if (raised.type != nullptr) {
-      PyErr_Restore(raised.type, raised.value, raised.traceback);
+    const InterruptNote raised = std::exchange(interrupt_note(), {});
+    const auto piece = [&](int i) { return static_cast<PyObject*>(raised.pieces[i]); };
+    if (piece(0) != nullptr) {
+      PyErr_Restore(piece(0), piece(1), piece(2));
     } else {
       PyErr_SetString(class_of(error.status()), error.what());
     }
