@@ -10,6 +10,7 @@ from bench.providers.base import Buffers, Provider, Setup
 from pyparallel.comm import Communicator, Recv, Send
 
 Call = Callable[[], object]
+_BUFFERED = 256 << 10  # exchanges up to here are plain sends and receives, larger ones a batch
 
 
 class Direct(Provider):
@@ -82,13 +83,18 @@ class Direct(Provider):
 
     def exchange(self, case: Case, b: Buffers) -> Call:
         after, before = self.setup.neighbours
+
         ops: list[Send | Recv] = [Send(b.x, after), Recv(b.y, before)]
 
-        def call() -> None:
+        def batched() -> None:
             for work in self.comm.batch(ops):
                 work.wait()
 
-        return call
+        def one_by_one() -> None:
+            self.comm.send(b.x, after)  # buffered: not held up by the other's own send
+            self.comm.recv(b.y, before)
+
+        return one_by_one if case.nbytes <= _BUFFERED else batched
 
     def close(self) -> None:
         self.comm.close()

@@ -1,5 +1,5 @@
 // The common case of each collective of pyparallel.comm.Communicator on its shortest way: plain
-// tensors, even shards along dimension 0, the communicator's timeout, not asynchronous. A call of a
+// tensors, shards along dimension 0, the communicator's timeout, not asynchronous. A call of a
 // few kilobytes takes about a microsecond in the core; checking the same tensors in Python takes
 // five to ten. Each method gives the call's result, or None where the case is another one: then
 // pyparallel/comm/collectives.py goes on, checks everything and says what is wrong.
@@ -128,6 +128,55 @@ c10::SmallVector<AnyBlock, 16> consecutive(std::byte* data, std::size_t count, D
   for (int r = 0; r < n; ++r) blocks.push_back({data + r * count * size_of(dtype), count});
   return blocks;
 }
+
+// Uneven shards: how many rows each rank has. False unless a list of one size per rank.
+class Sizes {
+ public:
+  Sizes(PyObject* list, int ranks) {
+    if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) != ranks) return;
+    for (int r = 0; r < ranks; ++r) {
+      PyObject* size = PyList_GET_ITEM(list, r);
+      if (!PyLong_CheckExact(size)) return;
+      int overflow = 0;
+      const long long rows = PyLong_AsLongLongAndOverflow(size, &overflow);
+      constexpr long long most = 1LL << 40;  // so that no sum or product overflows
+      if (overflow != 0 || rows < 0 || rows > most) return;
+      rows_.push_back(rows);
+      sum_ += rows;
+    }
+    valid_ = true;
+  }
+  explicit operator bool() const { return valid_; }
+  std::int64_t sum() const { return sum_; }
+  std::int64_t operator[](int rank) const { return rows_[rank]; }
+
+  // `whole` has these rows together, `shard` those of `rank`, and rows are alike. Not for tensors
+  // without elements, whose rows have no size.
+  bool divide(const Plain& whole, const Plain& shard, int rank) const {
+    return counts_rows_of(whole) && shard.tensor().dim() == whole.tensor().dim() &&
+           shard.dtype() == whole.dtype() && shard.tensor().size(0) == rows_[rank] &&
+           shard.tensor().sizes().slice(1).equals(whole.tensor().sizes().slice(1));
+  }
+  bool counts_rows_of(const Plain& whole) const {
+    return whole.count() > 0 && whole.tensor().dim() > 0 && whole.tensor().size(0) == sum_;
+  }
+  template <typename AnyBlock>
+  c10::SmallVector<AnyBlock, 16> blocks(const Plain& whole) const {
+    const std::size_t row = whole.count() / static_cast<std::size_t>(sum_);
+    std::byte* data = whole.data();
+    c10::SmallVector<AnyBlock, 16> found;
+    for (const std::int64_t rows : rows_) {
+      found.push_back({data, static_cast<std::size_t>(rows) * row});
+      data += found.back().count * size_of(whole.dtype());
+    }
+    return found;
+  }
+
+ private:
+  bool valid_ = false;
+  std::int64_t sum_ = 0;
+  c10::SmallVector<std::int64_t, 16> rows_;
+};
 
 // Empty unless it is an int and a rank of the group.
 std::optional<int> root_of(PyObject* object, const shm::Communicator& seat) {
@@ -264,6 +313,61 @@ PyObject* all_to_all(shm::Communicator& seat, PyObject* const* args, Deadline de
   return given_back(result.object());
 }
 
+PyObject* all_gather_uneven(shm::Communicator& seat, PyObject* const* args, Deadline deadline) {
+  const Plain x(args[0]);
+  const Sizes sizes(args[2], seat.size());
+  if (!x || x.tensor().dim() == 0 || !sizes) return nullptr;
+  const Out result(args[1], x, with_first(x.tensor(), sizes.sum()));
+  const Plain out(result.object());
+  if (!out || !sizes.divide(out, x, seat.rank()) || !out.disjoint(x)) return nullptr;
+  const auto blocks = sizes.blocks<Block>(out);
+  {
+    const WithoutGil without_gil;
+    seat.all_gather(x.data(), blocks.data(), x.dtype(), deadline);
+  }
+  out.written();
+  return given_back(result.object());
+}
+
+PyObject* reduce_scatter_uneven(shm::Communicator& seat, PyObject* const* args, Deadline deadline) {
+  const Plain x(args[0]);
+  const Sizes sizes(args[3], seat.size());
+  if (!x || x.tensor().dim() == 0 || !sizes) return nullptr;
+  const auto reduction = reduction_of(args[1], x.dtype());
+  if (!reduction) return nullptr;
+  const Out result(args[2], x, with_first(x.tensor(), sizes[seat.rank()]));
+  const Plain out(result.object());
+  if (!out || !sizes.divide(x, out, seat.rank()) || !out.disjoint(x)) return nullptr;
+  const auto blocks = sizes.blocks<ConstBlock>(x);
+  {
+    const WithoutGil without_gil;
+    seat.reduce_scatter(blocks.data(), out.data(), x.dtype(), *reduction, deadline);
+  }
+  out.written();
+  return given_back(result.object());
+}
+
+PyObject* all_to_all_uneven(shm::Communicator& seat, PyObject* const* args, Deadline deadline) {
+  const Plain x(args[0]);
+  const Sizes sent(args[2], seat.size());
+  const Sizes received(args[3], seat.size());
+  if (!x || !sent || !received || !sent.counts_rows_of(x)) return nullptr;
+  if (sent[seat.rank()] != received[seat.rank()]) return nullptr;
+  const Out result(args[1], x, with_first(x.tensor(), received.sum()));
+  const Plain out(result.object());
+  if (!out || !received.counts_rows_of(out) || out.dtype() != x.dtype() || !out.disjoint(x) ||
+      !out.tensor().sizes().slice(1).equals(x.tensor().sizes().slice(1)))
+    return nullptr;
+  const auto from = sent.blocks<ConstBlock>(x);
+  const auto to = received.blocks<Block>(out);
+  {
+    const WithoutGil without_gil;
+    seat.all_to_all(from.data(), to.data(), x.dtype(), deadline);
+  }
+  out.written();
+  return given_back(result.object());
+}
+
 PyObject* scatter(shm::Communicator& seat, PyObject* const* args, Deadline deadline) {
   const Plain out(args[1]);
   const auto root = root_of(args[2], seat);
@@ -305,6 +409,40 @@ PyObject* gather(shm::Communicator& seat, PyObject* const* args, Deadline deadli
     seat.gather({x.data(), x.count()}, blocks.data(), x.dtype(), *root, deadline);
   }
   return given_back(result.object());
+}
+
+// A message's tag; empty unless an int.
+std::optional<std::int64_t> tag_of(PyObject* object) {
+  if (!PyLong_CheckExact(object)) return std::nullopt;
+  int overflow = 0;
+  const long long tag = PyLong_AsLongLongAndOverflow(object, &overflow);
+  if (overflow != 0) return std::nullopt;
+  return tag;
+}
+
+PyObject* send(shm::Communicator& seat, PyObject* const* args, Deadline deadline) {
+  const Plain x(args[0]);
+  const auto to = root_of(args[1], seat);
+  const auto tag = tag_of(args[2]);
+  if (!x || !to || !tag) return nullptr;
+  {
+    const WithoutGil without_gil;
+    seat.send(x.data(), x.count(), x.dtype(), *to, *tag, deadline);
+  }
+  return given_back(args[0]);
+}
+
+PyObject* recv(shm::Communicator& seat, PyObject* const* args, Deadline deadline) {
+  const Plain out(args[0]);
+  const auto source = root_of(args[1], seat);
+  const auto tag = tag_of(args[2]);
+  if (!out || !source || !tag) return nullptr;
+  {
+    const WithoutGil without_gil;
+    seat.recv(out.data(), out.count(), out.dtype(), *source, *tag, deadline);
+  }
+  out.written();
+  return given_back(args[0]);
 }
 
 // --- from a call above to a method of the class
@@ -354,6 +492,11 @@ void register_fast_calls(py::module_& m) {
       method<all_to_all, 2>("all_to_all", "x, out or None"),
       method<scatter, 3>("scatter", "x or None, out, root"),
       method<gather, 3>("gather", "x, out or None, root"),
+      method<all_gather_uneven, 3>("all_gather_uneven", "x, out or None, sizes"),
+      method<reduce_scatter_uneven, 4>("reduce_scatter_uneven", "x, op, out or None, sizes"),
+      method<all_to_all_uneven, 4>("all_to_all_uneven", "x, out or None, in_sizes, out_sizes"),
+      method<send, 3>("send", "x, to, tag"),
+      method<recv, 3>("recv", "out, source, tag"),
   };
   auto* type = reinterpret_cast<PyTypeObject*>(cls.ptr());
   for (PyMethodDef& one : methods) {

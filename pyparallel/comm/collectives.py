@@ -1,6 +1,6 @@
 """The collectives of `Communicator`: arguments checked on this rank, then one call of the core.
 
-Every method goes the same way. The common case (plain tensors, even shards along dimension 0) is
+Every method goes the same way. The common case (plain tensors, shards along dimension 0) is
 checked and called in C++ (`_torch.FastCalls`, which gives None for any other). Else: check and
 shape the arguments; when that fails, refuse, so that the other ranks raise too; else run the core's
 call on plain arrays, through copies where a tensor is none (`Base._start`).
@@ -166,8 +166,11 @@ class Collectives(Arguments):
         receives rank r's `x` and may have any shape of as many elements. A 0-dimensional `x` counts
         as one row.
         """
-        if dim == 0 and sizes is None and timeout is None and not async_op:
-            done = self._fast.all_gather(x, out)
+        if dim == 0 and timeout is None and not async_op:
+            fast = self._fast
+            done = (
+                fast.all_gather(x, out) if sizes is None else fast.all_gather_uneven(x, out, sizes)
+            )
             if done is not None:
                 return done
         counts: int | list[int]
@@ -211,8 +214,12 @@ class Collectives(Arguments):
         Uneven: `sizes[r]` is the size of rank r's shard; without it `dim` must divide by the number
         of ranks. `x` may be a list: x[r] is what is reduced for rank r.
         """
-        if dim == 0 and sizes is None and timeout is None and not async_op:
-            done = self._fast.reduce_scatter(x, op, out)
+        if dim == 0 and timeout is None and not async_op:
+            done = (
+                self._fast.reduce_scatter(x, op, out)
+                if sizes is None
+                else self._fast.reduce_scatter_uneven(x, op, out, sizes)
+            )
             if done is not None:
                 return done
         try:
@@ -261,8 +268,12 @@ class Collectives(Arguments):
         Uneven: `in_sizes[r]` go to rank r, `out_sizes[r]` come from it. With lists `x` and `out`,
         x[r] goes to rank r and out[r] receives from it.
         """
-        if dim == 0 and in_sizes is None and out_sizes is None and timeout is None and not async_op:
-            done = self._fast.all_to_all(x, out)
+        if dim == 0 and timeout is None and not async_op:
+            done = (
+                self._fast.all_to_all(x, out)
+                if in_sizes is None and out_sizes is None
+                else self._fast.all_to_all_uneven(x, out, in_sizes, out_sizes)
+            )
             if done is not None:
                 return done
         try:
@@ -404,6 +415,9 @@ class Collectives(Arguments):
 
     def barrier(self, *, async_op: bool = False, timeout: Seconds = None) -> Ran:
         """Returns when every rank has called it."""
+        if timeout is None and not async_op:
+            self._core.barrier(self._timeout_ms, False)
+            return None
         ms = self._ms(timeout)
         return self._start(
             lambda p, q, queued: self._core.barrier(ms, queued), [], [], None, async_op
