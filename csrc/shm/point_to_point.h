@@ -49,7 +49,26 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
 
  private:
   struct MessageHeader;
-  struct Incoming;  // per source: what is arriving, what has arrived unasked
+  // Per source: what is arriving, and what has arrived unasked.
+  struct Incoming {
+    // A message that came before anybody asked for it.
+    struct Unexpected {
+      std::int64_t tag;
+      std::size_t count;
+      DType dtype;
+      std::vector<std::byte> data;
+      bool complete = false;
+      std::shared_ptr<Transfer> claimed;  // asked for while still arriving
+    };
+
+    std::uint64_t read = 0;  // our copy of the ring's counter
+    bool arriving = false;
+    std::size_t bytes = 0;
+    std::size_t moved = 0;
+    std::byte* target = nullptr;        // null: the data is dropped
+    std::shared_ptr<Transfer> receive;  // or the last of `unexpected`, where null
+    std::deque<Unexpected> unexpected;
+  };
 
   bool progress();  // true when anything moved; with mutex_ held
   bool push(int to);

@@ -14,6 +14,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -75,15 +76,16 @@ class SpinBudget {
   // Spins while `ready()` is false and the budget lasts. Gives the last answer.
   template <typename Ready>
   bool spin(const Ready& ready) {
-    for (std::uint32_t i = 0; i < budget_; ++i) {
+    const std::uint32_t budget = budget_.load(std::memory_order_relaxed);
+    for (std::uint32_t i = 0; i < budget; ++i) {
       if (ready()) {
-        budget_ += (most_ - budget_) / 8;
+        budget_.store(budget + (most_ - budget) / 8, std::memory_order_relaxed);
         return true;
       }
       relax();
     }
     if (ready()) return true;
-    budget_ = budget_ - budget_ / 2 > least_ ? budget_ - budget_ / 2 : least_;
+    budget_.store(std::max(budget - budget / 2, least_), std::memory_order_relaxed);
     return false;
   }
 
@@ -97,7 +99,7 @@ class SpinBudget {
   }
   std::uint32_t least_;
   std::uint32_t most_;
-  std::uint32_t budget_;
+  std::atomic<std::uint32_t> budget_;  // threads that wait at once may lose each other's changes
 };
 
 // Moves the calling thread to a core that it may use and that is not in `busy`, without narrowing
