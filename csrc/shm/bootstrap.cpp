@@ -179,7 +179,8 @@ struct Guest {
 
 std::shared_ptr<Segment> open_as_host(const IdFields& id, int size, std::size_t bytes,
                                       std::size_t reserved, const std::string& name,
-                                      const Deadline& deadline) {
+                                      const Deadline& deadline,
+                                      const std::function<void()>& hopeful) {
   if (size == 1) {
     UniqueFd file = make_memory_file(bytes);
     reserve_in_file(file.get(), 0, reserved, name);
@@ -242,7 +243,14 @@ std::shared_ptr<Segment> open_as_host(const IdFields& id, int size, std::size_t 
         ::poll(watched.data(), watched.size(), static_cast<int>(std::min<long>(left + 1, 100)));
     if (interrupt_requested())
       fail(Status::interrupted, str("join of group ", name, ": rank 0 was interrupted"));
-    if (n <= 0) continue;
+    if (n <= 0) {
+      try {
+        hopeful();
+      } catch (const Error& error) {
+        fail(error.status(), str("join of group ", name, ": ", error.what()));
+      }
+      continue;
+    }
 
     for (std::size_t i = 1; i < watched.size(); ++i) {
       if (watched[i].revents == 0) continue;
@@ -296,7 +304,8 @@ std::shared_ptr<Segment> open_as_host(const IdFields& id, int size, std::size_t 
 }
 
 std::shared_ptr<Segment> open_as_guest(const IdFields& id, int rank, int size, std::size_t bytes,
-                                       const std::string& name, const Deadline& deadline) {
+                                       const std::string& name, const Deadline& deadline,
+                                       const std::function<void()>& hopeful) {
   socklen_t length = 0;
   const sockaddr_un address = address_of(id, &length);
   UniqueFd socket;
@@ -311,6 +320,7 @@ std::shared_ptr<Segment> open_as_guest(const IdFields& id, int rank, int size, s
                         deadline.timeout_seconds(), " s (asked by rank ", rank,
                         "). Was it started, on this host, with the same id?"));
     if (interrupt_requested()) throw Interrupted("join: interrupted");
+    hopeful();
     std::this_thread::sleep_for(pause);
   }
   if (!same_user(socket.get()))
@@ -362,7 +372,7 @@ UniqueId UniqueId::random() {
 
 std::shared_ptr<Segment> Segment::open(const UniqueId& id, int rank, int size, std::size_t bytes,
                                        std::size_t reserved, const std::string& name,
-                                       Deadline deadline) {
+                                       Deadline deadline, const std::function<void()>& hopeful) {
   const IdFields fields = fields_of(id);
   PYPARALLEL_REQUIRE(size >= 1, "join of group ", name, ": world size ", size,
                      ", expected at least 1");
@@ -370,8 +380,8 @@ std::shared_ptr<Segment> Segment::open(const UniqueId& id, int rank, int size, s
                      ", expected 0 to ", size - 1, " (world size ", size, ")");
   PYPARALLEL_REQUIRE(bytes >= 1 && reserved <= bytes, "join of group ", name, ": ", bytes,
                      " bytes");
-  return rank == 0 ? open_as_host(fields, size, bytes, reserved, name, deadline)
-                   : open_as_guest(fields, rank, size, bytes, name, deadline);
+  return rank == 0 ? open_as_host(fields, size, bytes, reserved, name, deadline, hopeful)
+                   : open_as_guest(fields, rank, size, bytes, name, deadline, hopeful);
 }
 
 }  // namespace pyparallel::shm

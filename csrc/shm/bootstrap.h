@@ -17,6 +17,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -33,9 +34,11 @@ class Segment {
   // Collective over `size` ranks. Every rank asks for the same number of bytes, of which the first
   // `reserved` are reserved at once (NoMemory says needed and free); reserve() reserves others
   // before they are touched. Fresh memory is zero.
-  static std::shared_ptr<Segment> open(const UniqueId& id, int rank, int size, std::size_t bytes,
-                                       std::size_t reserved, const std::string& name,
-                                       Deadline deadline);
+  // `hopeful` is called every now and then while ranks are awaited, and throws when they cannot
+  // come any more; rank 0 passes that on to those who have come.
+  static std::shared_ptr<Segment> open(
+      const UniqueId& id, int rank, int size, std::size_t bytes, std::size_t reserved,
+      const std::string& name, Deadline deadline, const std::function<void()>& hopeful = [] {});
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;

@@ -15,10 +15,11 @@ namespace {
 
 class Seat final : public Communicator {
  public:
-  Seat(const UniqueId& id, int rank, int size, const Options& options)
+  Seat(const UniqueId& id, int rank, int size, const Options& options,
+       const std::function<void()>& hopeful)
       : timeout_(options.timeout.count()),
         group_(std::make_shared<Group>(id, rank, size, options.name,
-                                       Deadline::after(options.timeout))),
+                                       Deadline::after(options.timeout), hopeful)),
         collectives_(*group_),
         transfers_(std::make_shared<PointToPoint>(group_)),
         worker_(options.name) {}
@@ -253,7 +254,15 @@ std::shared_ptr<Communicator> Seat::split(int color, int key, const Options& opt
   UniqueId id;
   std::memcpy(id.bytes.data(), entries[members[0]].id, UniqueId::size);
   const auto place = std::find(members.begin(), members.end(), rank()) - members.begin();
-  return Communicator::join(id, static_cast<int>(place), static_cast<int>(members.size()), options);
+  // A member may die on the way to the new group, where nobody could name it.
+  const auto hopeful = [&] {
+    for (int r : members) {
+      if (r == rank() || group_->alive(r)) continue;
+      throw PeerLost(str("split of group ", name(), ": rank ", r, " (pid ", pid_of(r), ") died"));
+    }
+  };
+  return std::make_shared<Seat>(id, static_cast<int>(place), static_cast<int>(members.size()),
+                                options, hopeful);
 }
 
 }  // namespace
@@ -267,7 +276,7 @@ std::shared_ptr<Communicator> Communicator::join(const UniqueId& id, int rank, i
   PYPARALLEL_REQUIRE(size >= 1 && rank >= 0 && rank < size, "join of group ", options.name,
                      ": rank ", rank, " of world size ", size,
                      "; expected a world size of at least 1 and ranks from 0");
-  return std::make_shared<Seat>(id, rank, size, options);
+  return std::make_shared<Seat>(id, rank, size, options, [] {});
 }
 
 }  // namespace pyparallel::shm

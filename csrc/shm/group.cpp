@@ -16,14 +16,15 @@ std::string ranks_text(int size) { return size == 1 ? "rank 0" : str("ranks 0-",
 
 }  // namespace
 
-Group::Group(const UniqueId& id, int rank, int size, std::string name, Deadline deadline)
+Group::Group(const UniqueId& id, int rank, int size, std::string name, Deadline deadline,
+             const std::function<void()>& hopeful)
     : rank_(rank),
       size_(size),
       name_(std::move(name)),
       layout_(size),
       fork_generation_(fork_generation()),
       segment_(Segment::open(id, rank, size, layout_.bytes(), layout_.reserved_bytes(), name_,
-                             deadline)),
+                             deadline, hopeful)),
       data_(segment_->data()) {
   page(rank).process = ProcessIdentity::of_this_process();
   page(rank).core.store(sched_getcpu(), std::memory_order_relaxed);
@@ -38,6 +39,7 @@ Group::Group(const UniqueId& id, int rank, int size, std::string name, Deadline 
         throw Timeout(str("join of group ", name_, " (", ranks_text(size), "): rank ", r,
                           " joined but did not take its seat within ", deadline.timeout_seconds(),
                           " s"));
+      hopeful();
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
     watches_.push_back(std::make_unique<ProcessWatch>(page(r).process));

@@ -27,7 +27,9 @@ namespace pyparallel::shm {
 
 class Group {
  public:
-  Group(const UniqueId& id, int rank, int size, std::string name, Deadline deadline);
+  // `hopeful`: as Segment::open has it.
+  Group(const UniqueId& id, int rank, int size, std::string name, Deadline deadline,
+        const std::function<void()>& hopeful);
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 

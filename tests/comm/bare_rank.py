@@ -56,6 +56,7 @@ def call_of(core: _core.Communicator, op: str, count: int, ms: int) -> Callable[
         "gather": lambda: core.gather(t, 0, s, count, x if me == 0 else [], count, ms, f),
         "barrier": lambda: core.barrier(ms, f),
         "send_recv": ring,
+        "split": lambda: core.split(0, 0, "part", ms),
     }[op]
 
 

@@ -87,6 +87,20 @@ def test_a_stopped_rank_that_goes_on_learns_of_the_failure():
         assert "rank 1" in end.text
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_death_while_splitting(victim):
+    """In the exchange of colors, or while the new group joins: both tell the others at once."""
+    with bare_group(3, "split") as group:
+        group.wait_ready()
+        time.sleep(random.uniform(0.0, 0.05))
+        killed = group.signal(victim)
+        for rank in {0, 1, 2} - {victim}:
+            end = group.end(rank)
+            assert end.error == "PeerLost", end
+            assert end.at - killed < NOTICED, end
+            assert re.search(rf"rank {victim}\b.* died", end.text), end
+
+
 @pytest.mark.parametrize("missing", [0, 2])
 def test_a_rank_that_never_starts(missing):
     present = [rank for rank in range(3) if rank != missing]
