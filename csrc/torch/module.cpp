@@ -8,6 +8,7 @@
 #include "torch/backend.h"
 #include "torch/fast_calls.h"
 #include "torch/group.h"
+#include "torch/nccl_module.h"
 
 namespace py = pybind11;
 
@@ -73,5 +74,6 @@ PYBIND11_MODULE(_torch, m) {
       "Collective over the ranks of one group, on any number of hosts: a capsule for "
       "_core.Communicator.from_capsule.");
   dist::register_fast_calls(m);
+  dist::register_nccl_backend(m);
   m.def("has_cuda", &dist::has_cuda_backend, "Whether this build can serve CUDA tensors.");
 }

@@ -37,45 +37,6 @@ void require_own_size(const std::vector<at::Tensor>& outputs, const at::Tensor& 
                      own.numel(), " elements; expected those of the input: ", input.numel());
 }
 
-// Elements for each rank along the first dimension.
-std::vector<std::size_t> counts_of(const at::Tensor& tensor,
-                                   const std::vector<std::int64_t>& splits, int size,
-                                   const char* what) {
-  require_dense_cpu(tensor, what);
-  const std::int64_t rows = tensor.dim() == 0 ? tensor.numel() : tensor.size(0);
-  const std::int64_t row = rows == 0 ? 0 : tensor.numel() / rows;
-  if (splits.empty()) {
-    PYPARALLEL_REQUIRE(rows % size == 0, what, " has ", rows, " rows, which ", size,
-                       " ranks cannot share equally; pass split sizes");
-    return std::vector<std::size_t>(static_cast<std::size_t>(size),
-                                    static_cast<std::size_t>(rows / size * row));
-  }
-  PYPARALLEL_REQUIRE(splits.size() == static_cast<std::size_t>(size), what, " has ", splits.size(),
-                     " split sizes; expected one per rank: ", size);
-  std::vector<std::size_t> counts;
-  std::int64_t sum = 0;
-  for (const std::int64_t split : splits) {
-    PYPARALLEL_REQUIRE(split >= 0 && split <= rows, what, " has a split size of ", split,
-                       "; expected 0 to its ", rows, " rows");
-    sum += split;
-    counts.push_back(static_cast<std::size_t>(split * row));
-  }
-  PYPARALLEL_REQUIRE(sum == rows, what, " has ", rows, " rows, its split sizes sum to ", sum);
-  return counts;
-}
-
-template <typename Block>
-std::vector<Block> cut(const Dense& dense, const std::vector<std::size_t>& counts,
-                       Element element) {
-  auto* next = static_cast<std::byte*>(dense.data());
-  std::vector<Block> blocks;
-  for (const std::size_t count : counts) {
-    blocks.push_back({next, count * element.parts});
-    next += count * element.parts * size_of(element.dtype);
-  }
-  return blocks;
-}
-
 }  // namespace
 
 Backend::Work Backend::allgather(TensorLists& outputs, Tensors& inputs,
@@ -240,6 +201,8 @@ Backend::Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
   return start(
       spec, opts, {input}, [&] { return Outputs{{output}}; },
       [&] {
+        require_dense_cpu(input, "input");
+        require_dense_cpu(output, "output");
         const auto sent = counts_of(input, input_splits, size_, "input");
         const auto received = counts_of(output, output_splits, size_, "output");
         require_same_type(output, input, "output");
