@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/fork.h"
+#include "base/host_identity.h"
 #include "symmetric/agreement.h"
 #include "symmetric/device_backing.h"
 #include "symmetric/host_backing.h"
@@ -24,6 +25,7 @@ struct Proposal {
   std::uint64_t generation;
   std::uint64_t segment;
   shm::UniqueId id;
+  char host[256];
 };
 
 template <typename Member>
@@ -40,7 +42,16 @@ void require_alike(const std::vector<Proposal>& all, Member member, const char* 
                        " (by rank); every rank must ask for the same"));
 }
 
-Proposal propose(std::size_t bytes, const Options& options) {
+// Memory is shared within a host; a communicator may span several.
+void require_one_host(const std::vector<Proposal>& all, const std::string& where) {
+  for (std::size_t r = 1; r < all.size(); ++r)
+    if (std::strncmp(all[r].host, all[0].host, sizeof all[r].host) != 0)
+      throw Unsupported(str(where, ": rank 0 is on ", all[0].host, ", rank ", r, " on ",
+                            all[r].host,
+                            "; ranks of one host can share memory. Split the group by host"));
+}
+
+Proposal propose(std::size_t bytes, const Options& options, const std::string& host) {
   static std::atomic<std::uint64_t> generations{0};
   Proposal mine{};
   mine.bytes = bytes;
@@ -53,6 +64,7 @@ Proposal propose(std::size_t bytes, const Options& options) {
   std::memcpy(&mine.segment, random.bytes.data() + shm::UniqueId::size - sizeof mine.segment,
               sizeof mine.segment);
   mine.segment |= 1;  // never 0
+  host.copy(mine.host, sizeof mine.host - 1);
   return mine;
 }
 
@@ -71,7 +83,9 @@ std::shared_ptr<SymmetricMemory> SymmetricMemory::create(shm::Communicator& grou
   const std::string name = options.name.empty() ? group.name() : options.name;
   const std::string where = str("symmetric memory of group ", name);
   const Deadline deadline = Deadline::after(options.timeout);
+  std::string host;
   try {
+    host = host_identity();
     Layout::make(group.size(), bytes, options.channels, page_size());
     if (options.device >= 0) DeviceBacking::check(options.device);
   } catch (const Error& error) {
@@ -80,19 +94,21 @@ std::shared_ptr<SymmetricMemory> SymmetricMemory::create(shm::Communicator& grou
   }
   std::shared_ptr<shm::Communicator> own =
       group.split(0, group.rank(), shm::Options{name + " (symmetric memory)", options.timeout});
-  const auto all = gather_all(*own, propose(bytes, options), deadline);
+  auto all = gather_all(*own, propose(bytes, options, host), deadline);
+  for (Proposal& one : all) one.host[sizeof one.host - 1] = '\0';
   require_alike(all, &Proposal::bytes, "the number of bytes", where);
   require_alike(all, &Proposal::channels, "the number of signal channels", where);
   require_alike(all, &Proposal::cuda, "the kind of device (0 host, 1 cuda)", where);
   require_alike(all, &Proposal::multicast, "multicast (0 no, 1 wanted)", where);
+  require_one_host(all, where);
   const Proposal& agreed = all.front();
   auto peers = std::make_shared<Peers>(*own, deadline);
 
   // Host methods signal through host memory, also where the data is on devices.
   const bool cuda = options.device >= 0;
-  const Layout host = Layout::make(own->size(), cuda ? 1 : bytes, options.channels, page_size());
+  const Layout on_host = Layout::make(own->size(), cuda ? 1 : bytes, options.channels, page_size());
   std::shared_ptr<HostBacking> file = HostBacking::open(
-      *own, agreed.id, cuda ? agreed.segment ^ 2 : agreed.segment, host, name, deadline);
+      *own, agreed.id, cuda ? agreed.segment ^ 2 : agreed.segment, on_host, name, deadline);
   std::shared_ptr<Backing> backing = file;
   if (cuda)
     backing = DeviceBacking::open(*own, *peers, agreed.segment, bytes, options, name, deadline);

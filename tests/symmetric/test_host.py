@@ -29,6 +29,7 @@ from pyparallel.comm import (
     NoMemory,
     PeerLost,
     Timeout,
+    Unsupported,
 )
 from pyparallel.comm.symmetric_memory import SymmetricMemory
 from tests.launch import Rank, run_ranks, spawn_ranks
@@ -530,3 +531,23 @@ def kernels_put_and_wait(rank: Rank) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_interpreted_kernels(world_size: int) -> None:
     run_ranks(kernels_put_and_wait, world_size, env={"TRITON_INTERPRET": "1"})
+
+
+# --- hosts
+
+
+def two_hosts(rank: Rank) -> str:
+    group = joined(rank)
+    os.environ["PYPARALLEL_HOST_ID"] = f"host{rank.rank}"
+    try:
+        with pytest.raises(Unsupported) as caught:
+            SymmetricMemory(group, 1000)
+    finally:
+        del os.environ["PYPARALLEL_HOST_ID"]
+    SymmetricMemory(group, 1000).close()
+    return str(caught.value)
+
+
+def test_ranks_of_several_hosts_are_refused() -> None:
+    for text in run_ranks(two_hosts, 2):
+        assert "rank 0 is on host0, rank 1 on host1" in text
