@@ -1,6 +1,6 @@
 #include "torch/group.h"
 
-#include "base/error.h"
+#include "torch/hierarchical.h"
 
 namespace pyparallel::dist {
 
@@ -8,9 +8,7 @@ std::shared_ptr<shm::Communicator> open_group(const Seat& seat, const GlooFactor
   const Deadline deadline = Deadline::after(seat.timeout);
   const Topology topology = meet(seat, deadline);
   if (topology.hosts.size() > 1) {
-    throw Unsupported(str("group ", seat.group, " has ranks on ", topology.hosts.size(), " hosts (",
-                          topology.identities.front(), ", ", topology.identities[1],
-                          ", ...); this version serves ranks of one host"));
+    return HierarchicalCommunicator::join(seat, topology, gloo, deadline);
   }
   shm::Options options;
   options.name = seat.group;
