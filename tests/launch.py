@@ -83,7 +83,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 100.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Calls fn(rank, *args) on all ranks and gives their results in rank order."""
@@ -104,7 +104,7 @@ def spawn_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 100.0,
     env: Mapping[str, str] | None = None,
 ) -> Iterator["SpawnedRanks"]:
     """Starts fn(rank, *args) in fresh processes, which are killed at the end of the block."""
