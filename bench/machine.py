@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
             "simd": [s for s in _SIMD if s in _field("/proc/cpuinfo", "flags").split()],
             "memory": _field("/proc/meminfo", "MemTotal"),
             "virtual": "hypervisor" in _field("/proc/cpuinfo", "flags").split(),
-            "kernel": platform.release(),
+            "kernel": platform.release().partition("-")[0],
             "load_at_start": os.getloadavg()[0],
         },
         "versions": {

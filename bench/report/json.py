@@ -13,9 +13,9 @@ from bench.case import Outcome, Row
 def write_json(outcome: Outcome, path: Path) -> Path:
     """Whole or not at all: an interrupted run never leaves half a file."""
     meta = {**outcome.meta, "ok": outcome.ok, "problems": outcome.problems}
-    data = {"meta": meta, "rows": [row.to_json() for row in outcome.rows]}
+    rows = ",\n".join(_dump(row.to_json()) for row in outcome.rows)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(_finite(data), indent=1, allow_nan=False) + "\n")
+    partial.write_text(f'{{"meta": {_dump(meta)},\n"rows": [\n{rows}\n]}}\n')
     partial.replace(path)
     return path
 
@@ -23,6 +23,10 @@ def write_json(outcome: Outcome, path: Path) -> Path:
 def read_json(path: Path) -> Outcome:
     data = json.loads(path.read_text())
     return Outcome(data["meta"], [Row.from_json(r) for r in data["rows"]], data["meta"]["problems"])
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(_finite(value), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
