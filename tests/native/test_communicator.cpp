@@ -111,6 +111,31 @@ void messages(int n, int rounds) {
   });
 }
 
+// Several threads of each rank use one communicator: messages of different tags, and collectives of
+// one shape (which of them meets which does not matter).
+void one_seat_for_many_threads(int n, int rounds) {
+  run("shared seat", n, [&](std::shared_ptr<Communicator> comm) {
+    const int me = comm->rank();
+    on_threads("thread", 4, [&](int thread) {
+      for (int round = 0; round < rounds; ++round) {
+        if (thread < 2) {
+          std::int64_t one = 1;
+          comm->all_reduce(&one, &one, 1, DType::i64, {}, soon());
+          check::that(one == n, "all_reduce among threads: ", one);
+          continue;
+        }
+        std::vector<int> out(round % 3 == 0 ? 100000 : 10, me * 1000 + thread), in(out.size(), -1);
+        auto sent = comm->isend(out.data(), out.size(), DType::i32, (me + 1) % n, thread);
+        const int from = (me + n - 1) % n;
+        comm->recv(in.data(), in.size(), DType::i32, from, thread, soon());
+        sent->wait(soon());
+        check::that(in.front() == from * 1000 + thread && in.back() == in.front(), "message to ",
+                    thread, ": ", in.front());
+      }
+    });
+  });
+}
+
 // Queued calls run in order, with synchronous ones between them, while messages pass.
 void asynchronous(int n, int rounds) {
   run("async", n, [&](std::shared_ptr<Communicator> comm) {
@@ -210,6 +235,7 @@ int main(int argc, char** argv) {
   for (int n : {1, 2, 3, 4, 7}) random_calls(n, n == 7 ? 20 : 50, n == 2 ? 1500000 : 300000);
   for (int n : {2, 3}) several_at_once(n, 25);
   for (int n : {2, 3, 5}) messages(n, 6);
+  for (int n : {2, 3}) one_seat_for_many_threads(n, 12);
   for (int n : {2, 4}) asynchronous(n, 5);
   for (int n : {2, 3}) symmetric_buffers(n);
   for (int n : {2, 3, 6}) failures(n);
