@@ -1,4 +1,4 @@
-"""The published numbers: each table is what its result file gives, each row of a result is right."""
+"""The published numbers: tables are what their result files give, results are verified."""
 
 from __future__ import annotations
 

@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import providers
 from bench.case import Case, parse_bytes
 from bench.ops import OPS, layout, uneven
+from bench.options import Options
 from bench.page import Page, PageTimeout
 from bench.reference import Inputs, bound, check
 from bench.stats import median_uncertainty, quantile, summarize
+from bench.suites import collectives
 from bench.timing import Budget, Contestant, measure
 
 WORLDS = (1, 2, 3, 5, 8)
@@ -221,3 +224,27 @@ def test_timing_takes_samples_of_the_asked_length_and_of_the_slowest_rank(tmp_pa
     assert a.calls * min(a.samples) >= 2000.0
     assert a.calls <= 40
     assert min(b.samples) >= 1000.0
+
+
+@pytest.mark.parametrize("name", ["direct", "direct_nccl", "torch", "gloo", "nccl", "mpich"])
+def test_every_general_contestant_has_every_op_of_the_table(name: str) -> None:
+    pytest.importorskip("pyparallel._torch")
+    kind = providers.load(providers.PROVIDERS[name].where)
+    assert {op for op in OPS if not hasattr(kind, op)} == set(kind.lacks)
+
+
+def test_what_is_compared_on_each_device() -> None:
+    cpu = collectives.pairs(Options(peers=("mpich",)))
+    assert cpu == [("direct", "gloo"), ("torch", "gloo"), ("direct", "mpich")]
+    assert collectives.pairs(Options(device="cuda")) == [("direct_nccl", "nccl"), ("torch", "nccl")]
+
+
+def test_the_full_suite_covers_every_op_size_and_dtype_and_the_quick_one_every_op() -> None:
+    full, quick = Options(), Options(quick=True)
+    found = {(c.op, c.nbytes, c.dtype) for c in collectives.cases(full, 3)}
+    for op in OPS:
+        for size in (4 << 10, 256 << 10, 64 << 20):
+            for dtype in ("float32", "bfloat16"):
+                assert op == "barrier" or (op, size, dtype) in found
+    assert {c.op for c in collectives.cases(quick, 2)} == set(OPS)
+    assert {c.op for c in collectives.cases(quick, 1)} == set(OPS) - {"send_recv", "exchange"}
