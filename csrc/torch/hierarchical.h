@@ -150,16 +150,23 @@ class HierarchicalCommunicator final
   void combine_hosts(const std::vector<const void*>& partials, void* out, std::size_t count,
                      DType dtype, ReduceOp op) const;
 
-  // What belongs to each host of an array that is packed host by host, in bytes.
-  struct Pieces {
-    std::vector<std::size_t> begin;  // one more than hosts
+  // A scatter or gather, once all agree. `begin` (one more than hosts) and `total` are bytes of the
+  // root's array, packed host by host; known to the root and the leaders. `rows`: to the leaders.
+  struct Rooted {
+    std::vector<Counts> rows;
+    std::vector<std::size_t> begin;
     std::size_t total = 0;
     std::size_t size_of_host(int host) const {
       return begin[static_cast<std::size_t>(host) + 1] - begin[static_cast<std::size_t>(host)];
     }
   };
-  Pieces pieces_of(const Counts& own_row, const std::vector<Counts>& rows, int root,
-                   DType dtype) const;
+  Rooted agree_with_root(std::size_t own, const Counts& at_root, int root, DType dtype,
+                         Deadline deadline);
+  std::vector<shm::Block> blocks_of_host(const at::Tensor& own, const Rooted& rooted,
+                                         DType dtype) const;
+  void exchange_pieces(const at::Tensor& packed, const at::Tensor& own, const Rooted& rooted,
+                       int root, bool to_root, Deadline deadline);
+  std::vector<int> host_order() const;
   std::string check_exchange(const std::vector<Counts>& rows) const;
   std::string check_root_counts(const std::vector<Counts>& rows, int root) const;
   void exchange_on_host(const shm::ConstBlock* in, const shm::Block* out, DType dtype,

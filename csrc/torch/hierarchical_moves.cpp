@@ -98,6 +98,74 @@ std::string HierarchicalCommunicator::check_root_counts(const std::vector<Counts
   return {};
 }
 
+// What scatter and gather start with: the counts, on which the root and every rank agree (else all
+// throw), and where each host's blocks lie in the root's packed array.
+HierarchicalCommunicator::Rooted HierarchicalCommunicator::agree_with_root(std::size_t own,
+                                                                           const Counts& at_root,
+                                                                           int root, DType dtype,
+                                                                           Deadline deadline) {
+  Counts mine = at_root;
+  mine.resize(static_cast<std::size_t>(size()), 0);
+  mine.insert(mine.begin(), static_cast<std::int64_t>(own));
+  Rooted rooted;
+  rooted.rows = exchange_counts(mine, deadline);
+  share_finding(rooted.rows.empty() ? "" : check_root_counts(rooted.rows, root), deadline);
+  // Ranks that are neither root nor leader have nothing to place.
+  const bool knows = is_leader() || seat_.rank == root;
+  const Counts& row = is_leader() ? rooted.rows[static_cast<std::size_t>(root)] : mine;
+  for (int h = 0; h < hosts(); ++h) {
+    rooted.begin.push_back(rooted.total);
+    for (const int rank : ranks_of(h)) {
+      const auto count = static_cast<std::size_t>(row[1 + static_cast<std::size_t>(rank)]);
+      if (knows) rooted.total += count * size_of(dtype);
+    }
+  }
+  rooted.begin.push_back(rooted.total);
+  return rooted;
+}
+
+// The leader's view of `own`, the blocks of its host; nothing on other ranks.
+std::vector<shm::Block> HierarchicalCommunicator::blocks_of_host(const at::Tensor& own,
+                                                                 const Rooted& rooted,
+                                                                 DType dtype) const {
+  std::vector<shm::Block> blocks;
+  std::size_t offset = 0;
+  for (std::size_t i = 0; is_leader() && i < local_ranks().size(); ++i) {
+    const auto rank = static_cast<std::size_t>(local_ranks()[i]);
+    const auto count = static_cast<std::size_t>(rooted.rows[rank][0]);
+    blocks.push_back({byte_at(own, offset), count});
+    offset += count * size_of(dtype);
+  }
+  return blocks;
+}
+
+// Each host's piece of `packed` (on the leader of the root's host) to or from that host's `own`.
+void HierarchicalCommunicator::exchange_pieces(const at::Tensor& packed, const at::Tensor& own,
+                                               const Rooted& rooted, int root, bool to_root,
+                                               Deadline deadline) {
+  std::vector<Links::Transfer> pieces;
+  if (is_local(root)) {
+    for (int h = 0; h < hosts(); ++h) {
+      void* const piece = byte_at(packed, rooted.begin[static_cast<std::size_t>(h)]);
+      if (h != host_) {
+        pieces.push_back({h, piece, rooted.size_of_host(h)});
+      } else if (to_root) {
+        copy_bytes(piece, own.data_ptr(), own.nbytes());
+      } else {
+        copy_bytes(own.data_ptr(), piece, own.nbytes());
+      }
+    }
+  } else {
+    pieces.push_back({host_of(root), own.data_ptr(), own.nbytes()});
+  }
+  const bool receives = is_local(root) == to_root;
+  if (receives) {
+    transfer({}, pieces, deadline);
+  } else {
+    transfer(pieces, {}, deadline);
+  }
+}
+
 void HierarchicalCommunicator::scatter(const shm::ConstBlock* in, shm::Block out, DType dtype,
                                        int root, Deadline deadline) {
   Call call;
@@ -107,50 +175,24 @@ void HierarchicalCommunicator::scatter(const shm::ConstBlock* in, shm::Block out
   collective(
       call, deadline, [&] { check_rank("root", root); },
       [&] {
-        Counts mine{static_cast<std::int64_t>(out.count)};
-        for (int rank = 0; rank < size(); ++rank) {
-          mine.push_back(seat_.rank == root ? static_cast<std::int64_t>(in[rank].count) : 0);
+        Counts at_root;
+        for (int rank = 0; seat_.rank == root && rank < size(); ++rank) {
+          at_root.push_back(static_cast<std::int64_t>(in[rank].count));
         }
-        const std::vector<Counts> rows = exchange_counts(mine, deadline);
-        share_finding(rows.empty() ? "" : check_root_counts(rows, root), deadline);
-
-        const Pieces pieces = pieces_of(seat_.rank == root ? mine : Counts(), rows, root, dtype);
-        const at::Tensor packed = bytes(is_local(root) ? pieces.total : 0);
-        if (seat_.rank == root) {
-          std::size_t offset = 0;
-          for (const auto& ranks : topology_.hosts) {
-            for (const int rank : ranks) {
-              copy_bytes(byte_at(packed, offset), in[rank].data, in[rank].count * size_of(dtype));
-              offset += in[rank].count * size_of(dtype);
-            }
-          }
-        }
-        at::Tensor own = bytes(is_leader() ? pieces.size_of_host(host_) : 0);
-        if (is_local(root)) hand_up(packed.data_ptr(), pieces.total, root, deadline);
-        if (is_leader()) {
-          std::vector<Links::Transfer> sends;
-          std::vector<Links::Transfer> receives;
-          if (is_local(root)) {
-            for (int h = 0; h < hosts(); ++h) {
-              if (h == host_) continue;
-              sends.push_back({h, byte_at(packed, pieces.begin[static_cast<std::size_t>(h)]),
-                               pieces.size_of_host(h)});
-            }
-            copy_bytes(own.data_ptr(),
-                       byte_at(packed, pieces.begin[static_cast<std::size_t>(host_)]),
-                       own.nbytes());
-          } else {
-            receives.push_back({host_of(root), own.data_ptr(), own.nbytes()});
-          }
-          transfer(sends, receives, deadline);
-        }
-        std::vector<shm::ConstBlock> blocks;
+        const Rooted rooted = agree_with_root(out.count, at_root, root, dtype, deadline);
+        const at::Tensor packed = bytes(is_local(root) ? rooted.total : 0);
         std::size_t offset = 0;
-        for (std::size_t i = 0; is_leader() && i < local_ranks().size(); ++i) {
-          const auto count =
-              static_cast<std::size_t>(rows[static_cast<std::size_t>(local_ranks()[i])][0]);
-          blocks.push_back({byte_at(own, offset), count});
-          offset += count * size_of(dtype);
+        for (const int rank : host_order()) {
+          if (seat_.rank != root) break;
+          copy_bytes(byte_at(packed, offset), in[rank].data, in[rank].count * size_of(dtype));
+          offset += in[rank].count * size_of(dtype);
+        }
+        if (is_local(root)) hand_up(packed.data_ptr(), rooted.total, root, deadline);
+        const at::Tensor own = bytes(is_leader() ? rooted.size_of_host(host_) : 0);
+        if (is_leader()) exchange_pieces(packed, own, rooted, root, false, deadline);
+        std::vector<shm::ConstBlock> blocks;
+        for (const shm::Block& block : blocks_of_host(own, rooted, dtype)) {
+          blocks.push_back({block.data, block.count});
         }
         local_->scatter(blocks.data(), out, dtype, 0, deadline);
       });
@@ -165,68 +207,30 @@ void HierarchicalCommunicator::gather(shm::ConstBlock in, const shm::Block* out,
   collective(
       call, deadline, [&] { check_rank("root", root); },
       [&] {
-        Counts mine{static_cast<std::int64_t>(in.count)};
-        for (int rank = 0; rank < size(); ++rank) {
-          mine.push_back(seat_.rank == root ? static_cast<std::int64_t>(out[rank].count) : 0);
+        Counts at_root;
+        for (int rank = 0; seat_.rank == root && rank < size(); ++rank) {
+          at_root.push_back(static_cast<std::int64_t>(out[rank].count));
         }
-        const std::vector<Counts> rows = exchange_counts(mine, deadline);
-        share_finding(rows.empty() ? "" : check_root_counts(rows, root), deadline);
-
-        const Pieces pieces = pieces_of(seat_.rank == root ? mine : Counts(), rows, root, dtype);
-        const at::Tensor packed = bytes(is_local(root) ? pieces.total : 0);
-        const at::Tensor own = bytes(is_leader() ? pieces.size_of_host(host_) : 0);
-        std::vector<shm::Block> blocks;
+        const Rooted rooted = agree_with_root(in.count, at_root, root, dtype, deadline);
+        const at::Tensor own = bytes(is_leader() ? rooted.size_of_host(host_) : 0);
+        local_->gather(in, blocks_of_host(own, rooted, dtype).data(), dtype, 0, deadline);
+        const at::Tensor packed = bytes(is_local(root) ? rooted.total : 0);
+        if (is_leader()) exchange_pieces(packed, own, rooted, root, true, deadline);
+        if (is_local(root)) hand_down(packed.data_ptr(), rooted.total, root, deadline);
         std::size_t offset = 0;
-        for (std::size_t i = 0; is_leader() && i < local_ranks().size(); ++i) {
-          const auto count =
-              static_cast<std::size_t>(rows[static_cast<std::size_t>(local_ranks()[i])][0]);
-          blocks.push_back({byte_at(own, offset), count});
-          offset += count * size_of(dtype);
-        }
-        local_->gather(in, blocks.data(), dtype, 0, deadline);
-        if (is_leader()) {
-          std::vector<Links::Transfer> sends;
-          std::vector<Links::Transfer> receives;
-          if (is_local(root)) {
-            for (int h = 0; h < hosts(); ++h) {
-              if (h == host_) continue;
-              receives.push_back({h, byte_at(packed, pieces.begin[static_cast<std::size_t>(h)]),
-                                  pieces.size_of_host(h)});
-            }
-            copy_bytes(byte_at(packed, pieces.begin[static_cast<std::size_t>(host_)]),
-                       own.data_ptr(), own.nbytes());
-          } else {
-            sends.push_back({host_of(root), own.data_ptr(), own.nbytes()});
-          }
-          transfer(sends, receives, deadline);
-        }
-        if (is_local(root)) hand_down(packed.data_ptr(), pieces.total, root, deadline);
-        if (seat_.rank != root) return;
-        offset = 0;
-        for (const auto& ranks : topology_.hosts) {
-          for (const int rank : ranks) {
-            copy_bytes(out[rank].data, byte_at(packed, offset), out[rank].count * size_of(dtype));
-            offset += out[rank].count * size_of(dtype);
-          }
+        for (const int rank : host_order()) {
+          if (seat_.rank != root) break;
+          copy_bytes(out[rank].data, byte_at(packed, offset), out[rank].count * size_of(dtype));
+          offset += out[rank].count * size_of(dtype);
         }
       });
 }
 
-// From the root's row, which the root has and the leaders get; other ranks have nothing to place.
-HierarchicalCommunicator::Pieces HierarchicalCommunicator::pieces_of(
-    const Counts& own_row, const std::vector<Counts>& rows, int root, DType dtype) const {
-  Pieces pieces;
-  const Counts& row = rows.empty() ? own_row : rows[static_cast<std::size_t>(root)];
-  for (int h = 0; h < hosts(); ++h) {
-    pieces.begin.push_back(pieces.total);
-    for (const int rank : ranks_of(h)) {
-      if (row.empty()) continue;
-      pieces.total +=
-          static_cast<std::size_t>(row[1 + static_cast<std::size_t>(rank)]) * size_of(dtype);
-    }
-  }
-  pieces.begin.push_back(pieces.total);
-  return pieces;
+// All ranks as blocks are packed: host by host.
+std::vector<int> HierarchicalCommunicator::host_order() const {
+  std::vector<int> order;
+  for (const auto& ranks : topology_.hosts) order.insert(order.end(), ranks.begin(), ranks.end());
+  return order;
 }
 
 }  // namespace pyparallel::dist
