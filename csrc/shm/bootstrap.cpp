@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -141,12 +142,17 @@ bool transmit(int socket, const T& message, int descriptor = -1) {
 }
 
 // Threads that are ranks of one group share one mapping, so that a tool that watches addresses
-// (ThreadSanitizer) sees what they share, and the memory is mapped once.
+// (ThreadSanitizer) sees what they share, and the memory is mapped once. The file's own number is
+// part of the key: a later group of the same id has another file and must not get this mapping.
 std::shared_ptr<Segment> map_once(const IdFields& id, UniqueFd file, std::size_t bytes,
                                   const std::string& name) {
   static std::mutex mutex;
-  static std::map<std::array<std::uint64_t, 3>, std::weak_ptr<Segment>> mapped;
-  const std::array<std::uint64_t, 3> key{id.secret[0], id.secret[1], fork_generation()};
+  static std::map<std::array<std::uint64_t, 5>, std::weak_ptr<Segment>> mapped;
+  struct stat facts{};
+  PYPARALLEL_SYSCALL(fstat(file.get(), &facts));
+  const std::array<std::uint64_t, 5> key{id.secret[0], id.secret[1], fork_generation(),
+                                         static_cast<std::uint64_t>(facts.st_dev),
+                                         static_cast<std::uint64_t>(facts.st_ino)};
   std::lock_guard lock(mutex);
   for (auto it = mapped.begin(); it != mapped.end();)
     it = it->second.expired() ? mapped.erase(it) : std::next(it);

@@ -318,6 +318,29 @@ def test_another_id_gets_nothing():
             _core.Communicator.join(_core.Communicator.random_id(), 1, 2, "other", 500)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_second_group_of_an_id_shares_nothing_with_the_first(world):
+    id = Communicator.unique_id()
+
+    def rank(number: int) -> None:
+        with Communicator.from_id(id, number, world, timeout=10) as first:
+            first.all_reduce(torch.ones(4))
+            first.send(torch.full((4,), 5.0), number, tag=1)
+            first.barrier()
+            with Communicator.from_id(id, number, world, timeout=10) as second:
+                time.sleep(0.1 * number)
+                x = torch.full((4,), 10.0 * (number + 1))
+                second.all_reduce(x)
+                assert x.tolist() == [sum(10.0 * (r + 1) for r in range(world))] * 4
+                out = torch.zeros(4)
+                second.send(torch.full((4,), 7.0), number, tag=1)
+                assert second.recv(out, number, tag=1) == number
+                assert out.tolist() == [7.0] * 4
+                second.barrier()
+
+    in_threads([lambda number=number: rank(number) for number in range(world)])
+
+
 def test_no_name_in_the_file_system_while_in_use(tmp_path):
     """The memory has no path: nobody can open it by name, and no crash can leave it behind."""
 
