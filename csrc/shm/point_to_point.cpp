@@ -134,30 +134,33 @@ bool PointToPoint::match_unexpected(Transfer& transfer) {
     for (auto it = queue.begin(); it != queue.end(); ++it) {
       if (it->tag != transfer.tag_ || it->claimed != nullptr) continue;
       transfer.source_ = r;
-      transfer.attached_ = true;
       if (!it->complete) return true;  // the one that is arriving is the last of the queue
-      const std::string misfit =
-          shape_misfit(it->count, it->dtype, transfer.count_, transfer.dtype_);
-      if (!misfit.empty()) {
-        transfer.status_ = Status::mismatch;
-        transfer.error_ = describe(transfer) + misfit;
-      } else if (!it->data.empty()) {
-        std::memcpy(transfer.data_, it->data.data(), it->data.size());
-      }
+      hand_over(*it, transfer);
       queue.erase(it);
-      finish(transfer);
       return true;
     }
   }
   return false;
 }
 
+void PointToPoint::hand_over(const Incoming::Unexpected& message, Transfer& transfer) {
+  const std::string misfit =
+      shape_misfit(message.count, message.dtype, transfer.count_, transfer.dtype_);
+  if (!misfit.empty()) {
+    transfer.status_ = Status::mismatch;
+    transfer.error_ = describe(transfer) + misfit;
+  } else if (!message.data.empty()) {
+    std::memcpy(transfer.data_, message.data.data(), message.data.size());
+  }
+  finish(transfer);
+}
+
 void PointToPoint::finish_unexpected(int from) {
   auto& queue = incoming_[from]->unexpected;
   queue.back().complete = true;
-  const std::shared_ptr<Transfer> claimed = std::move(queue.back().claimed);
-  queue.back().claimed = nullptr;
-  if (claimed != nullptr) match_unexpected(*claimed);
+  if (queue.back().claimed == nullptr) return;
+  hand_over(queue.back(), *queue.back().claimed);
+  queue.pop_back();
 }
 
 bool PointToPoint::push(int to) {
@@ -246,7 +249,6 @@ bool PointToPoint::take_header(int from, bool drain) {
   receives_.erase(wanted);
   Transfer& receive = *incoming.receive;
   receive.source_ = from;
-  receive.attached_ = true;
   const std::string misfit = shape_misfit(header.count, dtype, receive.count_, receive.dtype_);
   if (misfit.empty()) {
     incoming.target = receive.data_;

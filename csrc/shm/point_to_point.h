@@ -77,6 +77,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void finish(Transfer& transfer);
   void finish_unexpected(int from);
   bool match_unexpected(Transfer& transfer);
+  void hand_over(const Incoming::Unexpected& message, Transfer& transfer);
   void end_all(const Error& error);
   void reserve_rings(int to);
   class Gone;
@@ -122,9 +123,8 @@ class PointToPoint::Transfer : public Work {
   std::int64_t tag_ = 0;
   std::size_t moved_ = 0;  // bytes of data
   bool header_sent_ = false;
-  bool attached_ = false;  // a receive that has its message
-  int source_ = -1;
-  Status status_ = Status::ok;  // how it ended, when done
+  std::atomic<int> source_{-1};  // of a receive that has its message
+  Status status_ = Status::ok;   // how it ended, when done
   std::string error_;
   std::atomic<bool> done_{false};
 };

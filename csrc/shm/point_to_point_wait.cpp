@@ -58,24 +58,25 @@ void PointToPoint::end_all(const Error& error) {
 // What a sleeper does every now and then: throws when the transfer cannot end any more.
 void PointToPoint::look_after(const Transfer& transfer, const Deadline* deadline, Gone& gone) {
   group_->throw_if_unusable();
+  // A receive from anybody waits for one rank once its message has begun to come.
+  const int peer = transfer.peer_ >= 0 ? transfer.peer_ : transfer.source_.load();
   if (deadline != nullptr && deadline->expired()) {
     std::string text = describe(transfer) + ": ";
-    const int peer = transfer.peer_ >= 0 ? transfer.peer_ : transfer.source_;
     text += peer >= 0 && peer != rank_
                 ? group_->absence(peer, *deadline)
                 : str("nothing came within ", deadline->timeout_seconds(), " s");
     group_->fail(Status::timeout, text);
     group_->throw_if_unusable();
   }
-  bool hope = transfer.peer_ == rank_;
+  bool hope = peer == rank_;
   int last = -1;
   for (int r = 0; r < size_; ++r) {
-    if (r == rank_ || (transfer.peer_ >= 0 && transfer.peer_ != r)) continue;
+    if (r == rank_ || (peer >= 0 && peer != r)) continue;
     last = r;
     const bool left = group_->page(r).seat.load() == 2;
     const bool sure = gone.at_both_looks(r, left || !group_->alive(r));
     // Of those who may send to a receive from anybody, one may leave when its part is done.
-    if (sure && !(left && transfer.peer_ < 0)) group_->check_alive(r, describe(transfer));
+    if (sure && !(left && peer < 0)) group_->check_alive(r, describe(transfer));
     hope = hope || !sure;
   }
   if (!hope && last >= 0) group_->check_alive(last, describe(transfer));
@@ -175,8 +176,11 @@ void PointToPoint::background() {
       for (auto& queue : sends_)
         if (!queue.empty()) look_after(*queue.front(), nullptr, gone);
       for (auto& receive : receives_) look_after(*receive, nullptr, gone);
-      for (auto& incoming : incoming_)
+      for (auto& incoming : incoming_) {
         if (incoming->receive != nullptr) look_after(*incoming->receive, nullptr, gone);
+        for (auto& message : incoming->unexpected)
+          if (message.claimed != nullptr) look_after(*message.claimed, nullptr, gone);
+      }
       group_->throw_if_unusable();
     } catch (const Error& error) {
       if (!lock.owns_lock()) lock.lock();

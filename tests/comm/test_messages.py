@@ -184,6 +184,38 @@ def test_a_message_that_never_comes_is_a_timeout(started):
     run_threads(2, body)
 
 
+def test_a_receive_from_any_rank_keeps_the_message_it_was_given():
+    """Its message is still arriving when another rank's of the same tag begins to arrive too."""
+    short, long = 4 << 20, 32 << 20  # both larger than what is buffered between two ranks
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.barrier()
+            from_any = torch.zeros(short, dtype=torch.uint8)
+            behind_two = comm.irecv(torch.ones(1), 2, tag=92)  # makes the message before it come in
+            first = comm.irecv(from_any, None, tag=5)
+            behind_one = comm.irecv(torch.ones(1), 1, tag=91)
+            assert first.wait(20) == 2
+            assert behind_two.wait(20) == 2
+            assert behind_one.wait(20) == 1
+            rest = torch.zeros(long, dtype=torch.uint8)
+            assert comm.recv(rest, None, tag=5, timeout=20) == 1
+            assert bool((from_any == 2).all())
+            assert bool((rest == 1).all())
+        else:
+            count = short if comm.rank == 2 else long
+            message = torch.full((count,), comm.rank, dtype=torch.uint8)
+            works = [comm.isend(message, 0, tag=5)]
+            works.append(comm.isend(torch.ones(1), 0, tag=90 + comm.rank))
+            comm.barrier()
+            time.sleep(0.3)  # nobody helps: rank 0 finds a part of each message
+            for work in works:
+                work.wait(20)
+        comm.barrier()
+
+    run_threads(3, body)
+
+
 def test_bad_calls_start_nothing():
     def body(comm: Communicator) -> None:
         x = torch.ones(3)
