@@ -170,11 +170,26 @@ class Seat final : public Communicator {
   class Turn {
    public:
     Turn(Seat& seat, const Deadline& deadline) {
-      if (!seat.worker_.idle() && !seat.worker_.on_this_thread()) seat.worker_.drain(deadline);
+      if (!seat.worker_.idle() && !seat.worker_.on_this_thread()) drain(seat, deadline);
       lock_ = std::unique_lock(seat.turn_);
     }
 
    private:
+    // The peers make the call that this rank gives up, so its later ones would meet theirs one
+    // place off: that breaks the group.
+    static void drain(Seat& seat, const Deadline& deadline) {
+      try {
+        seat.worker_.drain(deadline);
+      } catch (const Timeout& error) {
+        seat.group_->fail(error.status(), str(error.what(), " (rank ", seat.rank(), ")"));
+        seat.group_->throw_if_unusable();
+      } catch (const Interrupted& error) {
+        seat.group_->fail(Status::aborted,
+                          str("group ", seat.name(), ": rank ", seat.rank(),
+                              " was interrupted by a signal before a call it had to make"));
+        throw;
+      }
+    }
     std::unique_lock<std::mutex> lock_;
   };
 

@@ -2,12 +2,13 @@
 
 import itertools
 import threading
+import time
 
 import pytest
 import torch
 
 from pyparallel import _core
-from pyparallel.comm import Communicator, InvalidArgument, Mismatch
+from pyparallel.comm import Communicator, InvalidArgument, Mismatch, Timeout
 from tests.comm.reference import POISON, assert_same_bits, data, exact
 from tests.comm.threads import in_threads, run_threads
 from tests.launch import Rank, run_ranks
@@ -143,6 +144,26 @@ def test_messages_from_several_threads():
         in_threads([lambda t=t: conversation(t) for t in range(4)])
 
     run_threads(2, body)
+
+
+def test_a_call_given_up_behind_a_queued_one_breaks_the_group():
+    """Otherwise this rank's next call would be added to a peer's call of before."""
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.all_reduce(torch.ones(4), async_op=True)
+            with pytest.raises(Timeout, match="queued before this one"):
+                comm.all_reduce(torch.full((4,), 5.0), timeout=0.1)
+            assert "queued before this one" in comm.failure
+        else:
+            while not comm.failure:
+                time.sleep(0.01)
+            with pytest.raises(Timeout, match=r"queued before this one .*rank 0"):
+                comm.all_reduce(torch.full((4,), 7.0))
+        with pytest.raises(Timeout):
+            comm.barrier()
+
+    run_threads(2, body, timeout=5)
 
 
 def test_260_ranks_gather_each_their_own_value():
