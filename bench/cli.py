@@ -24,7 +24,7 @@ from bench.options import Options
 from bench.report.table import show
 from bench.suites import SUITES, suite
 
-QUICK_SECONDS = 130.0  # for the cases of all world sizes of one suite together
+QUICK_SECONDS = 110.0  # for the cases of all world sizes of one suite together
 METHOD = (
     "Inputs are random; each side is verified against float64 on all ranks before it is timed. "
     "All sides run in the same processes, interleaved, aligned starts, the slowest rank counts; "
