@@ -108,7 +108,8 @@ void Group::sleep_until(Flag& flag, std::uint64_t target, int peer, const Deadli
   Sleeper sleeper(flag);
   auto looked = Deadline::Clock::now();
   for (;;) {
-    const std::uint64_t seen = flag.load();
+    // Ordered after the announcement, or a writer that has not seen the sleeper could be missed.
+    const std::uint64_t seen = flag.value.load(std::memory_order_seq_cst);
     if (seen >= target) return;
     throw_if_unusable();
     const auto left = deadline.remaining();

@@ -22,7 +22,8 @@ namespace {
 constexpr std::size_t kInlineBytes = std::size_t{32} << 10;
 constexpr std::size_t kPartBytes = std::size_t{256} << 10;
 constexpr std::size_t kLeastPartBytes = std::size_t{16} << 10;
-constexpr std::size_t kStreamBytes = std::size_t{8} << 20;
+// A received block from here on is written past the caches.
+constexpr std::size_t kStreamBytes = std::size_t{2} << 20;
 
 std::byte* bytes_at(void* data, std::size_t offset) {
   return static_cast<std::byte*>(data) + offset;
