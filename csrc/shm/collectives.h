@@ -35,7 +35,7 @@ class Collectives {
   void barrier(const Deadline&);
 
  private:
-  static constexpr int kSlots = 3;
+  static constexpr int kSlots = Layout::staging_slots;
 
   // --- reductions.cpp
   struct TwoShot;

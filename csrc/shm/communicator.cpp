@@ -4,10 +4,12 @@
 #include <cstring>
 #include <mutex>
 
+#include "base/env.h"
 #include "base/error.h"
 #include "shm/collectives.h"
 #include "shm/group.h"
 #include "shm/point_to_point.h"
+#include "shm/reduce.h"
 #include "shm/worker.h"
 
 namespace pyparallel::shm {
@@ -154,6 +156,9 @@ class Seat final : public Communicator {
     group_->fail(Status::aborted, str("group ", name(), ": aborted by rank ", rank(), ": ", why));
   }
   void close() noexcept override {
+    // A forked child has nothing to end, and its copies of the locks may be held by threads that
+    // it does not have.
+    if (group_->forked()) return;
     group_->close();
     transfers_->stop();
     worker_.stop();
@@ -291,6 +296,10 @@ std::shared_ptr<Communicator> Communicator::join(const UniqueId& id, int rank, i
   PYPARALLEL_REQUIRE(size >= 1 && rank >= 0 && rank < size, "join of group ", options.name,
                      ": rank ", rank, " of world size ", size,
                      "; expected a world size of at least 1 and ranks from 0");
+  // Settings are checked before peers hear of this rank: it must not join them and then raise alone
+  // in the middle of a call.
+  env::spin_us();
+  simd_name();
   return std::make_shared<Seat>(id, rank, size, options, [] {});
 }
 

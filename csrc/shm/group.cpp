@@ -114,7 +114,14 @@ void Group::sleep_until(Flag& flag, std::uint64_t target, int peer, const Deadli
     throw_if_unusable();
     const auto left = deadline.remaining();
     if (left.count() == 0) {
-      fail(Status::timeout, str(what, ": ", absence(peer, deadline)));
+      std::string text = str(what, ": ", absence(peer, deadline));
+      const char* also = "; absent too: rank ";
+      for (int r = 0; arriving && r < size_; ++r) {
+        if (r == rank_ || r == peer || page(r).calls[target & 1].arrived.load() >= target) continue;
+        text += str(also, r);
+        also = ", ";
+      }
+      fail(Status::timeout, text);
       throw_unusable();
     }
     const bool undisturbed = flag.sleep(seen, std::min<Deadline::Duration>(left, kLookAround));

@@ -81,6 +81,7 @@ class Group {
   void separate_from(int peer);
 
   // --- life
+  bool forked() const { return fork_generation() != fork_generation_; }
   void throw_if_unusable() const {
     if (fork_generation() != fork_generation_ || closed_.load(std::memory_order_relaxed) ||
         group_page().failed.load(std::memory_order_relaxed) != 0)

@@ -102,13 +102,16 @@ struct alignas(64) RingPage {
 class Layout {
  public:
   static constexpr int max_ranks = 1024;
+  // Of a rank's staging, each with a part for every rank and one more: at least a line each.
+  static constexpr std::size_t staging_slots = 3;
 
   explicit Layout(int size) : size_(size) {
     const std::size_t n = static_cast<std::size_t>(size);
     inline_bytes_ =
         clamp_power(std::size_t{1} << 20, n, std::size_t{1} << 12, std::size_t{1} << 16);
     staging_bytes_ =
-        clamp_power(std::size_t{64} << 20, n, std::size_t{1} << 16, std::size_t{3} << 20);
+        std::max(clamp_power(std::size_t{64} << 20, n, std::size_t{1} << 16, std::size_t{3} << 20),
+                 aligned(staging_slots * (n + 1) * 64));
     ring_bytes_ =
         clamp_power(std::size_t{32} << 20, n * n, std::size_t{1} << 10, std::size_t{1} << 20);
     ranks_ = aligned(sizeof(GroupPage));

@@ -62,7 +62,10 @@ bool ProcessWatch::alive() {
     opened_ = true;
     // The descriptor is of whoever has the pid now: make sure that this is the same process.
     ProcStat stat;
-    if (!read_stat(identity_.pid, &stat) || stat.start_time != identity_.start_time) return false;
+    if (!read_stat(identity_.pid, &stat) || stat.start_time != identity_.start_time) {
+      pidfd_.reset();  // another's: the next question must not be answered by it
+      return false;
+    }
   }
   if (pidfd_) {
     pollfd one{pidfd_.get(), POLLIN, 0};

@@ -197,9 +197,13 @@ class Out {
  public:
   Out(PyObject* object, const Plain& like, at::IntArrayRef shape) {
     if (object == Py_None) {
-      made_ = py::reinterpret_steal<py::object>(
-          THPVariable_Wrap(at::empty(shape, like.tensor().options())));
-      object = made_.ptr();
+      try {
+        made_ = py::reinterpret_steal<py::object>(
+            THPVariable_Wrap(at::empty(shape, like.tensor().options())));
+        object = made_.ptr();
+      } catch (const c10::Error&) {
+        // Too large. It stays None, which is another case: there the other ranks hear of it.
+      }
     }
     object_ = object;
   }

@@ -133,8 +133,12 @@ class Communicator(Collectives, Messages):
 
         With color None this rank joins none, and gets None.
         """
-        if color is not None and color < 0:
-            error = InvalidArgument(f"color is {color}; expected None or at least 0")
+        highest = 2**31 - 1
+        if color is not None and not (isinstance(color, int) and 0 <= color <= highest):
+            error = InvalidArgument(f"color is {color!r}; expected None or 0 to {highest}")
+            raise self._refused("split", error)
+        if not (isinstance(key, int) and abs(key) <= highest):
+            error = InvalidArgument(f"key is {key!r}; expected an integer of 32 bits")
             raise self._refused("split", error)
         part = self._core.split(
             -1 if color is None else color,

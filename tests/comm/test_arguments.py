@@ -4,6 +4,7 @@ Each case runs the bad call on one rank and a good one on the others, then prove
 that the group is still usable.
 """
 
+import os
 import re
 from collections.abc import Callable
 
@@ -22,6 +23,17 @@ def ones(*shape: int) -> torch.Tensor:
 
 def grad() -> torch.Tensor:
     return torch.ones(4, requires_grad=True)
+
+
+def huge() -> torch.Tensor:
+    """16 TiB, of which no page is ever touched."""
+    size = 1 << 44
+    file = os.memfd_create("huge")
+    try:
+        os.ftruncate(file, size)
+        return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=torch.uint8)
+    finally:
+        os.close(file)
 
 
 # name: (bad call, good call of the same op, what the bad rank says)
@@ -154,7 +166,22 @@ BAD: dict[str, tuple[Callable, Callable, str]] = {
     "color": (
         lambda c: c.split(-3),
         lambda c: c.split(0),
-        "color is -3; expected None or at least 0",
+        "color is -3; expected None or 0 to 2147483647",
+    ),
+    "large color": (
+        lambda c: c.split(2**40),
+        lambda c: c.split(0),
+        "color is 1099511627776; expected None or 0 to 2147483647",
+    ),
+    "key": (
+        lambda c: c.split(0, key=2**40),
+        lambda c: c.split(0),
+        "key is 1099511627776; expected an integer of 32 bits",
+    ),
+    "no memory for the result": (
+        lambda c: c.all_gather(huge()),
+        lambda c: c.all_gather(ones(4)),
+        "can't allocate memory",
     ),
     "scatter without x": (
         lambda c: c.scatter(None, ones(2), root=0 if c.rank == 0 else 1),

@@ -166,6 +166,17 @@ def test_a_call_given_up_behind_a_queued_one_breaks_the_group():
     run_threads(2, body, timeout=5)
 
 
+def test_all_ranks_that_have_not_come_are_named():
+    def body(comm: Communicator) -> None:
+        if comm.rank % 2 == 0:
+            with pytest.raises(Timeout, match=r"rank 1 \(pid \d+\) absent .*; absent too: rank 3$"):
+                comm.barrier(timeout=0.3)
+        else:
+            time.sleep(1.0)  # here, but silent
+
+    run_threads(4, body)
+
+
 def test_260_ranks_gather_each_their_own_value():
     """Rank numbers beyond 256: nothing is kept in a byte."""
 

@@ -24,11 +24,13 @@ def pair(body, **named):
     return run_threads(2, body, **named)
 
 
-def script(text: str, *args: str, timeout: float = 60, **named) -> subprocess.CompletedProcess:
+def script(
+    text: str, *args: str, timeout: float = 60, settings: dict[str, str] | None = None, **named
+) -> subprocess.CompletedProcess:
     """Runs Python in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(text), *args],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(settings or {})},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -309,6 +311,22 @@ class TestAsRoot:
             own = _core.Communicator.join(bytes.fromhex(group.id), 1, 2, "own", 20_000)
             own.barrier(20_000, False)
             own.close()
+
+
+@pytest.mark.parametrize("setting", ["PYPARALLEL_SIMD=mmx", "PYPARALLEL_SPIN_US=often"])
+def test_a_nonsense_setting_is_refused_before_joining(setting):
+    """A rank that joined first and then raised alone would leave the others waiting for it."""
+    done = script(
+        """
+        from pyparallel.comm import Communicator, InvalidArgument
+        try:
+            Communicator.from_id(Communicator.unique_id(), 1, 2, timeout=0.5)
+        except InvalidArgument as error:
+            print(error)
+        """,
+        settings=dict([setting.split("=")]),
+    )
+    assert setting in done.stdout, done
 
 
 def test_another_id_gets_nothing():

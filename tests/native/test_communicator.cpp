@@ -5,10 +5,12 @@
 #include <unistd.h>
 
 #include "collective_cases.h"
+#include "shm/layout.h"
 #include "symmetric/registry.h"
 
 using namespace ranks;
 using pyparallel::Status;
+using pyparallel::shm::Layout;
 
 namespace {
 
@@ -199,6 +201,14 @@ void symmetric_buffers(int n) {
   });
 }
 
+// Also with the most ranks a chunk has room for something: no step of zero elements.
+void layouts() {
+  for (int n = 1; n <= Layout::max_ranks; ++n) {
+    const std::size_t parts = Layout::staging_slots * (static_cast<std::size_t>(n) + 1);
+    check::that(Layout(n).staging_bytes() / parts >= 64, "a part of staging with ", n, " ranks");
+  }
+}
+
 std::size_t open_descriptors() {
   std::size_t count = 0;
   DIR* dir = ::opendir("/proc/self/fd");
@@ -232,6 +242,7 @@ int main(int argc, char** argv) {
   ::alarm(290);  // nothing here may hang
   auto generator = check::generator(argc, argv);
   seed = generator();
+  layouts();
   for (int n : {1, 2, 3, 4, 7}) random_calls(n, n == 7 ? 20 : 50, n == 2 ? 1500000 : 300000);
   for (int n : {2, 3}) several_at_once(n, 25);
   for (int n : {2, 3, 5}) messages(n, 6);
