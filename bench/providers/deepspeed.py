@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -34,6 +35,11 @@ class DeepSpeed(Provider):
     def all_reduce(self, case: Case, b: Buffers) -> Callable[[], object]:
         op = torch.ops.deepspeed.inference_all_reduce_
         return lambda: op(b.x)
+
+    def close(self) -> None:
+        """It leaves its shared memory behind; the names are this run's own."""
+        for left in Path("/dev/shm").glob(f"deepspeed_*_bench_{self.setup.scratch.name}_*"):
+            left.unlink(missing_ok=True)
 
     def note(self, case: Case) -> str:
         return "DeepSpeed's shared-memory kernel, called as torch.ops.deepspeed"
