@@ -7,7 +7,6 @@ needs something that is not installed.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from bench.report.table import show
 from bench.suites import SUITES, suite
 
 QUICK_SECONDS = 110.0  # for the cases of all world sizes of one suite together
+MOST_RANKS = 8  # of a run that names no world sizes: each rank holds buffers and a torch of its own
 METHOD = (
     "Inputs are random; each side is verified against float64 on all ranks before it is timed. "
     "All sides run in the same processes, interleaved, aligned starts, the slowest rank counts; "
@@ -39,7 +39,11 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)} (all)")
     out.add_argument(
-        "--world", type=int, nargs="+", metavar="N", help="ranks (2, and one more than the cores)"
+        "--world",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help=f"ranks (2, and one more than the cores; {MOST_RANKS} where that were more)",
     )
     out.add_argument("--quick", action="store_true", help="fewer sizes, less than three minutes")
     out.add_argument("--out", type=Path, default=Path("bench_results"), metavar="DIR")
@@ -62,9 +66,13 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
+def default_worlds(cores: int) -> tuple[int, ...]:
+    """Two ranks, and one more than the cores as far as that suits a run of minutes."""
+    return tuple(sorted({2, min(cores + 1, MOST_RANKS)}))
+
+
 def options_from(arguments: argparse.Namespace) -> Options:
-    cores = os.cpu_count() or 1
-    worlds = tuple(arguments.world or sorted({2, cores + 1}))
+    worlds = tuple(arguments.world or default_worlds(machine.usable_cores()))
     if min(worlds) < 1:
         raise ValueError(f"--world {min(worlds)}: want at least one rank")
     peers = list(dict.fromkeys(arguments.peer))
@@ -150,6 +158,8 @@ class _Display:
             self._text, self._task = text, progress.add_task(f"{text}: starting", total=None)
         elif kind == "total":
             progress.update(self._task, total=event["cases"])
+            if not progress.console.is_terminal:  # a log shows bars when all is over
+                progress.console.print(f"{self._text}: {event['cases']} cases")
         elif kind == "case":
             text = f"{self._text}: {event['label']}"
             progress.update(self._task, completed=event["done"], description=text)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from bench.case import Case, Row, Summary
+from bench.machine import usable_cores
 from bench.ops import Layout, layout
 from bench.page import Page
 from bench.providers import OPTIONAL_PEERS
@@ -219,7 +219,7 @@ class Contest:
             bound_us=bound_us.median if bound_us else None,
             note="; ".join(note for note in notes if note),
             busy=self.busy,
-            crowded=case.world > len(os.sched_getaffinity(0)),
+            crowded=case.world > usable_cores(),
         )
 
     @staticmethod

@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
         "machine": {
             "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
             "cores": os.cpu_count(),
-            "usable_cores": len(os.sched_getaffinity(0)),
+            "usable_cores": usable_cores(),
             "simd": [s for s in _SIMD if s in _field("/proc/cpuinfo", "flags").split()],
             "memory": _field("/proc/meminfo", "MemTotal"),
             "virtual": "hypervisor" in _field("/proc/cpuinfo", "flags").split(),
@@ -36,6 +36,11 @@ def describe() -> dict[str, Any]:
             **{p: v for p in _PACKAGES if (v := _version(p))},
         },
     }
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: under taskset, or in a container, not all of them."""
+    return len(os.sched_getaffinity(0))
 
 
 def _field(path: str, name: str) -> str:

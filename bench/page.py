@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.machine import usable_cores
+
 _LINE = 64
 _VALUES = 7  # doubles per bank, one line with the counter
 _TEXT = 512
@@ -42,7 +44,7 @@ class Page:
         self._meetings = 0
         self._others = [r * _RANK_BYTES // 8 for r in range(world) if r != rank]
         self._mine = rank * _RANK_BYTES // 8
-        self._spins = 2000 if world <= (os.cpu_count() or 1) else 0
+        self._spins = 2000 if world <= usable_cores() else 0
 
     @staticmethod
     def create(path: Path, world: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench import providers
+from bench import machine, providers
 from bench.case import Row
 from bench.options import Options
 from bench.page import Page
@@ -45,7 +45,7 @@ def run(name: str, options: Options, report: Report) -> Found:
 
 
 def _limit_runs(options: Options, world: int) -> bool:
-    return not options.busy and world <= (os.cpu_count() or 1)
+    return not options.busy and world <= machine.usable_cores()
 
 
 def _run_world(name: str, options: Options, world: int, report: Report) -> Found:
@@ -128,7 +128,7 @@ def _burners() -> Iterator[None]:
     )
     burning = [
         subprocess.Popen([sys.executable, "-c", code, str(os.getpid())], start_new_session=True)
-        for _ in range(os.cpu_count() or 1)
+        for _ in range(machine.usable_cores())
     ]
     try:
         yield

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.case import Case
+from bench.machine import usable_cores
 from bench.providers.base import Buffers, Provider, Setup, Unsupported
 
 SOURCE = Path(__file__).parent.parent / "limits" / "copy_add.cpp"
@@ -66,7 +67,7 @@ class Limit(Provider):
             raise Unsupported("the limit is measured for the float32 all_reduce")
         if platform.machine() not in ("x86_64", "AMD64"):
             raise Unsupported("the limit's spin loop is written for x86")
-        if self.setup.busy or self.setup.world > (os.cpu_count() or 1):
+        if self.setup.busy or self.setup.world > usable_cores():
             raise Unsupported("the limit spins: it needs a free core per rank")
         data = (ctypes.c_void_p * len(sets))(*[b.x.data_ptr() for b in sets])
         count = sets[0].x.numel()

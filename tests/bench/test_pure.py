@@ -5,7 +5,9 @@ Runs with real ranks are in test_runs.py.
 
 from __future__ import annotations
 
+import io
 import math
+import os
 import random
 import statistics
 import threading
@@ -14,8 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
-from bench import providers
+from bench import cli, machine, providers
 from bench.case import Case, parse_bytes
 from bench.ops import OPS, layout, uneven
 from bench.options import Options
@@ -248,3 +252,25 @@ def test_the_full_suite_covers_every_op_size_and_dtype_and_the_quick_one_every_o
                 assert op == "barrier" or (op, size, dtype) in found
     assert {c.op for c in collectives.cases(quick, 2)} == set(OPS)
     assert {c.op for c in collectives.cases(quick, 1)} == set(OPS) - {"send_recv", "exchange"}
+
+
+def test_default_worlds_suit_a_run_of_minutes() -> None:
+    """Two ranks and an oversubscribed world; no machine is asked for a rank per core of many."""
+    assert [cli.default_worlds(cores) for cores in (1, 2, 6, 7, 8, 192)] == [
+        *((2,), (2, 3), (2, 7), (2, 8), (2, 8), (2, 8)),
+    ]
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert machine.usable_cores() == 1
+    assert cli.options_from(cli.parser().parse_args(["--quick"])).worlds == (2,)
+
+
+def test_a_log_shows_what_has_begun() -> None:
+    text = io.StringIO()
+    with Progress(console=Console(file=text, width=100)) as progress:
+        display = cli._Display(progress, "collectives")
+        display({"kind": "world", "world": 3})
+        display({"kind": "total", "cases": 67})
+        assert "collectives, 3 ranks: 67 cases" in text.getvalue()
