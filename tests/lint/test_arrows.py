@@ -4,6 +4,7 @@ Read from the source, so that a lazy import inside a function counts too.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,18 @@ TOP = {
     "doctor_gpu",
     "doctor_machine",
 }
+# Room of csrc -> what it may include: other rooms, and single headers.
+CSRC: dict[str, set[str]] = {
+    "base": set(),
+    "shm": {"base", "symmetric/registry.h"},
+    "symmetric": {"base", "shm"},
+    "nccl": {"base"},
+    "cuda": {"base"},
+    "capi": {"base", "shm", "symmetric"},
+    "torch": {"base", "shm", "symmetric", "nccl", "cuda", "python"},
+    "python": {"base", "shm", "symmetric", "nccl", "cuda"},
+}
+_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](([a-z_]+)/[^>"]+)[>"]', re.MULTILINE)
 
 
 def _imports(path: Path, package: list[str]) -> set[str]:
@@ -90,6 +103,33 @@ def test_a_room_imports_only_what_lies_below(room):
         inner = path.relative_to(_room_folder(room)).parent.parts
         misfits += _misfits(path, ["pyparallel", room, *inner], rooms | {room}, outside)
     assert not misfits, "\n".join(misfits)
+
+
+def _includes_of_others(text: str, room: str) -> set[str]:
+    return {
+        header
+        for header, top in _INCLUDE.findall(text)
+        if top in CSRC and top != room and not {top, header} & CSRC[room]
+    }
+
+
+@pytest.mark.parametrize("room", sorted(CSRC))
+def test_a_room_of_the_core_includes_only_what_lies_below(room):
+    files = [f for f in sorted((ROOT / "csrc" / room).rglob("*")) if f.is_file()]
+    misfits = [
+        f"{file.relative_to(ROOT)} includes {header}"
+        for file in files
+        for header in sorted(_includes_of_others(file.read_text(), room))
+    ]
+    assert files
+    assert not misfits, "\n".join(misfits)
+
+
+def test_an_include_that_goes_up_is_found():
+    text = '#include "shm/group.h"\n#include "symmetric/registry.h"\n#include "symmetric/plan.h"\n'
+    assert _includes_of_others(text, "shm") == {"symmetric/plan.h"}
+    assert _includes_of_others("# include <shm/group.h>\n", "base") == {"shm/group.h"}
+    assert _includes_of_others("#include <torch/torch.h>\n", "shm") == {"torch/torch.h"}
 
 
 def test_the_base_imports_nothing():
