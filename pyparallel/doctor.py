@@ -102,7 +102,10 @@ def render(facts: Facts) -> Iterator[str]:
 
 
 def _lines(facts: Facts | None) -> Iterator[str]:
-    for key, value in (facts or {"": "none"}).items():
+    if not facts:
+        yield "  none"
+        return
+    for key, value in facts.items():
         label = f"  {key.replace('_bytes', '').replace('_', ' ')}: "
         if isinstance(value, list) and value and isinstance(value[0], dict):
             for item in value:
@@ -121,7 +124,7 @@ def _text(key: str, value: Any) -> str:
     if key.endswith("_bytes"):
         return f"{value / 2**30:.2f} GiB"
     if key in ("memfd", "abstract_sockets"):
-        return value or "work"
+        return value or "usable"
     if key == "features":
         lacking = [name for name, has in value.items() if not has]
         return (

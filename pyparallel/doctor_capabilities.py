@@ -30,7 +30,7 @@ def native_core(facts: Facts) -> Capability:
     try:
         import_module("pyparallel._core")
     except ImportError as error:
-        return Capability(name, False, str(error), f"needs a C++17 compiler; {REBUILD}")
+        return Capability(name, False, str(error), f"needs a C++20 compiler; {REBUILD}")
     return Capability(name, True, f"version {(facts['build'] or {}).get('version', 'unknown')}")
 
 
@@ -168,15 +168,15 @@ def cuda_kernels(facts: Facts) -> Capability:
 
 
 def triton_kernels(facts: Facts) -> Capability:
-    """Whether fused Triton kernels can be compiled for a GPU that is here."""
-    name = "Triton kernels"
+    """Whether Triton can compile kernels for a GPU that is here."""
+    name = "Triton"
     if importlib.util.find_spec("triton") is None:
         return Capability(name, False, "triton is not installed", "pip install triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         return Capability(name, True, "in the interpreter (TRITON_INTERPRET=1), on the CPU")
     if not facts["gpus"]["devices"]:
         reason = f"triton {facts['versions']['triton']}, but no GPU: {facts['gpus']['error']}"
-        return Capability(name, False, reason, "TRITON_INTERPRET=1 runs them on the CPU, for tests")
+        return Capability(name, False, reason, "TRITON_INTERPRET=1 runs kernels on the CPU, for tests")
     return Capability(name, True, f"triton {facts['versions']['triton']}")
 
 
@@ -207,7 +207,7 @@ def toolchain(_: Facts) -> Capability:
     missing = [tool for tool in (compiler, "cmake", "ninja") if shutil.which(tool) is None]
     missing += [m for m in ("pybind11",) if importlib.util.find_spec(m) is None]
     if missing:
-        mend = "install a C++17 compiler; pip install cmake ninja pybind11"
+        mend = "install a C++20 compiler; pip install cmake ninja pybind11"
         return Capability(name, False, f"not found: {', '.join(missing)}", mend)
     nvcc = shutil.which("nvcc") or "none"
     return Capability(name, True, f"{shutil.which(compiler)}, cmake, ninja; nvcc: {nvcc}")

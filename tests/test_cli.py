@@ -53,6 +53,24 @@ def _package_alone(folder: Path) -> Path:
     return alone
 
 
+def test_a_tree_that_is_not_built_says_how_to_build(tmp_path):
+    """Without the extension modules, whose suffix names the interpreter they were built for."""
+    for file in (ROOT / "pyparallel").rglob("*.py"):
+        copy = tmp_path / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", "import pyparallel.comm"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "ImportError: pyparallel's native core does not load" in done.stderr
+    assert "pip install -e . --no-build-isolation" in done.stderr
+
+
 def test_importing_the_package_loads_neither_torch_nor_the_core():
     code = "import pyparallel, sys; print([m for m in sys.modules if 'torch' in m or '_core' in m])"
     done = subprocess.run(

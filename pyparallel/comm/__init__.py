@@ -1,5 +1,13 @@
 """Communication between ranks: the communicator, shared memory to address, and their errors."""
 
+try:
+    from pyparallel import _core as _core
+except ImportError as error:
+    raise ImportError(
+        f"pyparallel's native core does not load: {error}. In a source tree build it with "
+        "`pip install -e . --no-build-isolation`; `python -m pyparallel doctor` says more."
+    ) from error
+
 from pyparallel import _autoload
 from pyparallel.comm.communicator import Communicator, Recv, Send
 from pyparallel.comm.reductions import Reduction, premul_sum

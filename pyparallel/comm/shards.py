@@ -34,7 +34,10 @@ def to_front(x: Tensor, dim: int) -> Tensor:
 def axis_of(shape: Sequence[int], dim: int, what: str) -> int:
     """`dim`, which may be negative, as an index of `shape`."""
     if not -len(shape) <= dim < len(shape):
-        raise InvalidArgument(f"dim {dim} of {what}, which has shape {list(shape)}")
+        raise InvalidArgument(
+            f"dim is {dim}, but {what} has shape {list(shape)}; "
+            f"expected {-len(shape)} to {len(shape) - 1}"
+        )
     return dim % len(shape)
 
 

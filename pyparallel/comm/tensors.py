@@ -55,8 +55,8 @@ def checked(x: object, what: str) -> Tensor:
     if x.requires_grad:
         if torch.is_grad_enabled():
             raise InvalidArgument(
-                f"{what} requires grad, and autograd would not see this call; use the functions of "
-                f"pyparallel.ops, pass {what}.detach(), or call under torch.no_grad()"
+                f"{what} requires grad, and autograd would not see this call; "
+                f"pass {what}.detach(), or call under torch.no_grad()"
             )
         return x.detach()
     return x

@@ -131,7 +131,7 @@ BAD: dict[str, tuple[Callable, Callable, str]] = {
     "dim": (
         lambda c: c.all_gather(ones(3), dim=1),
         lambda c: c.all_gather(ones(3)),
-        "dim 1 of x",
+        "dim is 1, but x has shape",
     ),
     "root": (
         lambda c: c.broadcast(ones(3), 2),

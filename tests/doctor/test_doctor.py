@@ -111,6 +111,7 @@ def test_without_a_built_core_it_says_how_to_build(tmp_path):
     assert done.returncode == 1, done.stderr
     facts = json.loads(done.stdout)
     assert facts["build"] is None
+    assert "\nbuild\n  none\n" in "\n".join(doctor.render(facts))
     core = next(c for c in facts["capabilities"] if c["name"] == "native core")
     assert "pip install -e ." in core["mend"]
 
