@@ -176,7 +176,9 @@ def triton_kernels(facts: Facts) -> Capability:
         return Capability(name, True, "in the interpreter (TRITON_INTERPRET=1), on the CPU")
     if not facts["gpus"]["devices"]:
         reason = f"triton {facts['versions']['triton']}, but no GPU: {facts['gpus']['error']}"
-        return Capability(name, False, reason, "TRITON_INTERPRET=1 runs kernels on the CPU, for tests")
+        return Capability(
+            name, False, reason, "TRITON_INTERPRET=1 runs kernels on the CPU, for tests"
+        )
     return Capability(name, True, f"triton {facts['versions']['triton']}")
 
 

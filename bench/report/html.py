@@ -7,7 +7,14 @@ from html import escape
 
 from bench.case import SHORT, Outcome, Row, Summary, format_bytes
 from bench.report.plots import Chart
-from bench.report.table import format_error, format_us, groups, summary_line
+from bench.report.table import (
+    format_error,
+    format_us,
+    groups,
+    in_order,
+    load_note,
+    summary_line,
+)
 from bench.targets import target
 
 _STYLE = """
@@ -37,13 +44,14 @@ def page(outcome: Outcome, drawn: Sequence[Chart]) -> str:
         "<h1>pyparallel against its peers</h1>",
         f'<p class="{"good" if outcome.ok else "bad"}">{verdict}</p>',
         *(f'<pre class="bad">{escape(problem)}</pre>' for problem in outcome.problems),
+        *(f'<p class="low">{escape(note)}</p>' for note in [load_note(outcome.meta)] if note),
         _conditions(outcome),
     ]
     for chart in drawn:
         parts.append(f"<h2>{escape(chart.title)}</h2>{chart.svg}")
     for (peer, world), rows in groups(outcome.rows).items():
         parts.append(f"<h2>Ours against {escape(peer)}, {world} ranks</h2>")
-        parts.append(f"<p>{escape(summary_line(rows))}</p>{_table(rows)}")
+        parts.append(f"<p>{escape(summary_line(rows))}</p>{_table(in_order(rows))}")
     return "\n".join([*parts, "</body></html>\n"])
 
 
@@ -53,12 +61,16 @@ def _conditions(outcome: Outcome) -> str:
         "command": meta.get("command"),
         "date": meta.get("date"),
         "commit": meta.get("commit"),
-        "machine": ", ".join(f"{k} {v}" for k, v in meta.get("machine", {}).items()),
+        "machine": ", ".join(f"{k} {_plain(v)}" for k, v in meta.get("machine", {}).items()),
         "versions": ", ".join(f"{k} {v}" for k, v in meta.get("versions", {}).items()),
         "method": meta.get("method"),
     }
     body = "".join(f"<dt>{k}</dt><dd>{escape(str(v))}</dd>" for k, v in facts.items() if v)
     return f"<details open><summary>Conditions</summary><dl>{body}</dl></details>"
+
+
+def _plain(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _table(rows: Sequence[Row]) -> str:

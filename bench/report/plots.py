@@ -53,10 +53,11 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
 
 def _render(name: str, title: str, figure: Figure) -> Chart:
     png, svg = io.BytesIO(), io.StringIO()
-    figure.savefig(png, format="png", dpi=130)
     # Text stays text; ids are salted by name, so several drawings may share one page.
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(svg, format="svg", metadata={"Date": None})
+    figure.suptitle(title)  # the page has it as a heading, a file stands alone
+    figure.savefig(png, format="png", dpi=130)
     plt.close(figure)
     text = svg.getvalue()
     return Chart(name, title, png.getvalue(), text[text.index("<svg") :])
@@ -73,11 +74,11 @@ def _overview(rows: Sequence[Row]) -> Figure:
         places = [(i + shift, mine[line]) for i, line in enumerate(lines) if mine.get(line)]
         if places:
             y, width = zip(*places, strict=True)
-            axes.barh(y, [w - 1 for w in width], height=0.38, left=1, color=_COLORS[api])
-            axes.barh([], [], color=_COLORS[api], label=_LABELS[api])
+            lengths = [w - 1 for w in width]
+            axes.barh(y, lengths, height=0.38, left=1, color=_COLORS[api], label=_LABELS[api])
     axes.set_yticks(range(len(lines)))
     axes.set_yticklabels([f"{op} {format_bytes(size) if size else ''}" for op, size in lines])
-    axes.invert_yaxis()
+    axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.axvline(1.0, color="#333333", linewidth=1)

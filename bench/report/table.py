@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -84,7 +85,19 @@ def summary_line(rows: Sequence[Row]) -> str:
         mean, least = geometric_mean(timed), min(timed)
         text += f"; speed-up {mean:.2f}x (geometric mean), {least:.2f}x (least)"
     missed = [r for r in rows if r.speedup and (goal := target(r)) and r.speedup < goal]
-    return text + f"; {len(missed)} below their goal"
+    return text + f"; {len(missed)} below their goal (bench/targets.py)"
+
+
+def load_note(meta: Mapping[str, Any]) -> str:
+    """Says that other programs seem to have had a share of the cores; "" where not."""
+    machine = meta.get("machine", {})
+    load, cores = machine.get("load_at_start", 0.0), machine.get("usable_cores") or 1
+    if load <= cores / 2:
+        return ""
+    return (
+        f"load {load:.1f} on {cores} cores at the start: unless a build had just ended, other "
+        "programs had a share of the cores, and small calls and ratios may be far off"
+    )
 
 
 def groups(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
@@ -105,6 +118,8 @@ def show(outcome: Outcome, console: Console) -> None:
             console.print(Text(note, style="dim"))
     for problem in outcome.problems:
         console.print(Text(problem, style="bold red"))
+    if note := load_note(outcome.meta):
+        console.print(Text(f"\n{note}", style="yellow"))
     machine = outcome.meta.get("machine", {})
     versions = ", ".join(f"{k} {v}" for k, v in outcome.meta.get("versions", {}).items())
     console.print()

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from bench import report
 from bench.case import Outcome, Row, Summary
+from bench.report import plots
 from bench.report.json import read_json, write_json
 from bench.report.markdown import result
 from bench.report.table import show
@@ -150,3 +151,29 @@ def test_markdown_has_every_row_and_the_least_of_each_goal(tmp_path: Path) -> No
     assert "| more ranks than cores, any op and size | not measured | 0.9x (goal 1x) |" in text
     assert "**0.90x** (goal 1)" in text
     assert text.count("300..400") == 4
+
+
+def test_the_legend_has_the_colours_of_the_bars() -> None:
+    figure = plots._overview([row(), row(api="torch.distributed", speedup=20.0)])
+    axes = figure.axes[0]
+    legend = axes.get_legend()
+    assert legend is not None
+    shown = {
+        text.get_text(): handle.get_facecolor()
+        for text, handle in zip(legend.get_texts(), legend.get_patches(), strict=True)
+    }
+    drawn = {bars.get_label(): bars.patches[0].get_facecolor() for bars in axes.containers}
+    assert shown == drawn
+    assert len(set(shown.values())) == 2
+
+
+def test_a_run_beside_other_programs_says_so(tmp_path: Path) -> None:
+    loaded = outcome(row())
+    loaded.meta["machine"].update(load_at_start=3.25, usable_cores=2, simd=["avx2", "avx512f"])
+    report.write(loaded, tmp_path)
+    page = (tmp_path / "bench.html").read_text()
+    for text in (printed(loaded), page):
+        assert "load 3.2 on 2 cores at the start" in text
+    assert "simd avx2 avx512f" in page
+    loaded.meta["machine"]["load_at_start"] = 0.5
+    assert "at the start" not in printed(loaded)
