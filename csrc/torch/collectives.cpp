@@ -8,6 +8,16 @@ namespace {
 // Below this many bytes in all, tensors of a coalesced reduction are packed into one.
 constexpr std::size_t packed_bytes = std::size_t{256} << 10;
 
+// torch 2.9 has no name of its own for it.
+template <typename Type = c10d::OpType>
+constexpr Type reduce_scatter_tensors() {
+  if constexpr (requires { Type::REDUCE_SCATTER_TENSOR_COALESCED; }) {
+    return Type::REDUCE_SCATTER_TENSOR_COALESCED;
+  } else {
+    return Type::COALESCED;
+  }
+}
+
 struct Reduced {
   shm::Reduction reduction;
   Element element;
@@ -209,7 +219,7 @@ Backend::Work Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors
   if (auto* device = device_backend(inputs)) {
     return device->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
   }
-  const Spec spec{c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter",
+  const Spec spec{reduce_scatter_tensors(), "reduce_scatter",
                   "pyparallel:reduce_scatter_tensor_coalesced"};
   return start(
       spec, opts, inputs, [&] { return Outputs{outputs}; },
