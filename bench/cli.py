@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         metavar="N",
-        help=f"ranks (2, and one more than the cores; {MOST_RANKS} where that were more)",
+        help=f"ranks (2, and one more than the cores, {MOST_RANKS} at most; on GPUs one each)",
     )
     out.add_argument("--quick", action="store_true", help="fewer sizes, less than three minutes")
     out.add_argument("--out", type=Path, default=Path("bench_results"), metavar="DIR")
@@ -72,15 +72,19 @@ def default_worlds(cores: int) -> tuple[int, ...]:
 
 
 def options_from(arguments: argparse.Namespace) -> Options:
-    worlds = tuple(arguments.world or default_worlds(machine.usable_cores()))
+    cuda = arguments.device == "cuda"
+    default = (max(2, _gpus()),) if cuda else default_worlds(machine.usable_cores())
+    worlds = tuple(arguments.world or default)
     if min(worlds) < 1:
         raise ValueError(f"--world {min(worlds)}: want at least one rank")
     peers = list(dict.fromkeys(arguments.peer))
-    if arguments.device == "cuda" and peers:
+    if cuda and peers:
         raise ValueError(f"--peer {peers[0]} moves CPU memory: leave it out with --device cuda")
     if arguments.device == "cpu" and "limit" not in peers and not providers.missing("limit"):
         peers.append("limit")
     seconds = arguments.seconds or (QUICK_SECONDS / len(worlds) if arguments.quick else 0.0)
+    if cuda and (gpus := _gpus()) < max(worlds):
+        raise ValueError(f"--device cuda: {max(worlds)} ranks need a GPU each; torch sees {gpus}")
     return Options(
         quick=arguments.quick,
         worlds=worlds,
@@ -113,6 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(outcome, console)
     console.print(f"written: {', '.join(str(path) for path in written)}", soft_wrap=True)
     return 0 if outcome.ok else 1
+
+
+def _gpus() -> int:
+    import torch  # only where it is asked for: the other ways start without it
+
+    return torch.cuda.device_count()
 
 
 def _suites(asked: Sequence[str]) -> list[str]:

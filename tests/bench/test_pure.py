@@ -274,3 +274,15 @@ def test_a_log_shows_what_has_begun() -> None:
         display({"kind": "world", "world": 3})
         display({"kind": "total", "cases": 67})
         assert "collectives, 3 ranks: 67 cases" in text.getvalue()
+
+
+def test_each_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worlds(*words: str) -> tuple[int, ...]:
+        return cli.options_from(cli.parser().parse_args(["--device", "cuda", *words])).worlds
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert worlds() == (4,)
+    assert worlds("--world", "2", "4") == (2, 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="2 ranks need a GPU each; torch sees 0"):
+        worlds()
