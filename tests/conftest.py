@@ -1,11 +1,15 @@
 """What all tests share."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import launch
+
+# A shell's background job starts with SIGINT ignored, and all its children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

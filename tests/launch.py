@@ -334,7 +334,6 @@ def _serve(descriptor: int) -> None:
 
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" had it ignored
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     threading.Thread(target=_die_with_caller, args=(descriptor,), daemon=True).start()

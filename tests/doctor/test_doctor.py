@@ -102,7 +102,8 @@ def test_without_a_built_core_it_says_how_to_build(tmp_path):
     for file in (ROOT / "pyparallel").glob("*.py"):
         shutil.copy(file, package)
     done = subprocess.run(
-        [sys.executable, "-m", "pyparallel", "doctor", "--json"],
+        # -S: an editable install would find the core of the tree.
+        [sys.executable, "-S", "-m", "pyparallel", "doctor", "--json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
