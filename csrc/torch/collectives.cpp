@@ -58,8 +58,13 @@ void all_reduce_packed(const std::vector<at::Tensor>& tensors, const Reduced& ho
 
 void reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, const Reduced& how,
                            shm::Communicator& communicator, Deadline deadline) {
-  const Dense from(input, Dense::Use::read, how.element);
+  Dense from(input, Dense::Use::read, how.element);
   Dense to(output, Dense::Use::write, how.element);
+  // In place: the output is this rank's own shard of the input.
+  const std::size_t before =
+      to.count() * size_of(how.element.dtype) * static_cast<std::size_t>(communicator.rank());
+  const bool own = static_cast<std::byte*>(from.data()) + before == to.data();
+  from.avoid(to.block(), own ? from.data() : nullptr);
   const auto blocks = equal_blocks<shm::ConstBlock>(from, how.element, communicator.size());
   communicator.reduce_scatter(blocks.data(), to.data(), how.element.dtype, how.reduction, deadline);
   to.write_back();

@@ -6,17 +6,22 @@ namespace {
 
 void all_gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, Element element,
                 shm::Communicator& communicator, Deadline deadline) {
-  const Dense from(input, Dense::Use::read, element);
+  Dense from(input, Dense::Use::read, element);
   DenseList to(outputs, Dense::Use::write, element);
+  for (int rank = 0; rank < communicator.size(); ++rank) {
+    const shm::Block& block = to.blocks()[rank];
+    from.avoid(block, rank == communicator.rank() ? block.data : nullptr);
+  }
   communicator.all_gather(from.data(), to.blocks(), element.dtype, deadline);
   to.write_back();
 }
 
 void all_gather_tensor(const at::Tensor& output, const at::Tensor& input, Element element,
                        shm::Communicator& communicator, Deadline deadline) {
-  const Dense from(input, Dense::Use::read, element);
+  Dense from(input, Dense::Use::read, element);
   Dense to(output, Dense::Use::write, element);
   const auto blocks = equal_blocks<shm::Block>(to, element, communicator.size());
+  from.avoid(to.block(), blocks[static_cast<std::size_t>(communicator.rank())].data);
   communicator.all_gather(from.data(), blocks.data(), element.dtype, deadline);
   to.write_back();
 }
@@ -209,8 +214,9 @@ Backend::Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
         const Element element = element_of(input.scalar_type());
         return [output, input, sent, received, element](shm::Communicator& communicator,
                                                         Deadline deadline) {
-          const Dense from(input, Dense::Use::read, element);
+          Dense from(input, Dense::Use::read, element);
           Dense to(output, Dense::Use::write, element);
+          from.avoid(to.block(), sent == received ? to.data() : nullptr);
           communicator.all_to_all(cut<shm::ConstBlock>(from, sent, element).data(),
                                   cut<shm::Block>(to, received, element).data(), element.dtype,
                                   deadline);

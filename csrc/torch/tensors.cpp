@@ -120,6 +120,16 @@ Dense::Dense(const at::Tensor& tensor, Use use, Element element) : element_(elem
   if (use != Use::read) target_ = tensor;
 }
 
+void Dense::avoid(shm::Block written, const void* in_place) {
+  const auto* const begin = static_cast<const std::byte*>(data());
+  const auto* const other = static_cast<const std::byte*>(written.data);
+  const std::size_t size = size_of(element_.dtype);
+  if (begin == in_place || begin + count() * size <= other || other + written.count * size <= begin)
+    return;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  dense_ = dense_.clone(at::MemoryFormat::Contiguous);
+}
+
 void Dense::write_back() {
   if (!target_.defined()) return;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;

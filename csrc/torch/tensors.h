@@ -41,6 +41,9 @@ class Dense {
   shm::Block block() const { return {data(), count()}; }
   shm::ConstBlock const_block() const { return {data(), count()}; }
   const at::Tensor& tensor() const { return dense_; }
+  // Of what is read: becomes a copy where it overlaps what the call writes, unless it begins at
+  // `in_place`, where the core allows that.
+  void avoid(shm::Block written, const void* in_place);
   void write_back();
 
  private:

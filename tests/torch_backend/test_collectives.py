@@ -271,6 +271,44 @@ def test_shards_inside_the_whole_buffer():
     run_ranks(in_place, 3)
 
 
+def overlapping(rank: Rank) -> None:
+    """Inputs that lie in the output, but not where this rank's part goes."""
+    with process_group(rank):
+        me, world = rank.rank, rank.world_size
+        for n in (4, 50_000):
+            shards = [torch.arange(float(n)) + 1000 * r for r in range(world)]
+            out = torch.zeros(world * n)
+            out[1 : n + 1] = shards[me]
+            dist.all_gather_into_tensor(out, out[1 : n + 1])
+            assert torch.equal(out, torch.cat(shards)), ("all_gather_into_tensor", n)
+
+            outs = [torch.zeros(n) for _ in range(world)]
+            outs[(me + 1) % world].copy_(shards[me])
+            dist.all_gather(outs, outs[(me + 1) % world])
+            assert all(map(torch.equal, outs, shards)), ("all_gather", n)
+
+            whole = torch.arange(float(world * n)) + me
+            sums = (torch.arange(float(world * n)) * world + sum(range(world))).split(n)[me]
+            start = min(me * n + 1, (world - 1) * n)
+            dist.reduce_scatter_tensor(whole[start : start + n], whole)
+            assert torch.equal(whole[start : start + n], sums), ("reduce_scatter_tensor", n)
+
+            # Rank r gets r + 1 parts of everybody: pieces go out and come in at other places.
+            sent = [(r + 1) * n for r in range(world)]
+            received = [(me + 1) * n] * world
+            space = torch.zeros(max(sum(sent), sum(received)))
+            space[: sum(sent)] = torch.arange(float(sum(sent))) + 1000 * me
+            dist.all_to_all_single(space[: sum(received)], space[: sum(sent)], received, sent)
+            expected = [
+                (torch.arange(float(sum(sent))) + 1000 * r).split(sent)[me] for r in range(world)
+            ]
+            assert torch.equal(space[: sum(received)], torch.cat(expected)), ("all_to_all", n)
+
+
+def test_inputs_that_overlap_the_output_elsewhere():
+    run_ranks(overlapping, 3)
+
+
 def coalesced_moves(rank: Rank) -> None:
     me, world = rank.rank, rank.world_size
     with process_group(rank) as group:
