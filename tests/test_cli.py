@@ -1,7 +1,9 @@
 """`python -m pyparallel`: its commands are frozen here, so that a new one is a deliberate edit."""
 
+import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -60,13 +62,15 @@ def test_a_tree_that_is_not_built_says_how_to_build(tmp_path):
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(file.read_bytes())
     done = subprocess.run(
-        [sys.executable, "-c", "import pyparallel.comm"],
+        # -S: the finder of an editable install would supply the core of the tree.
+        [sys.executable, "-S", "-c", "import pyparallel.comm"],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stderr
     assert "ImportError: pyparallel's native core does not load" in done.stderr
     assert "pip install -e . --no-build-isolation" in done.stderr
 
