@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "shm/blocks.h"
 #include "shm/collectives.h"
 
 namespace pyparallel::shm {
@@ -24,13 +25,6 @@ constexpr std::size_t kPartBytes = std::size_t{256} << 10;
 constexpr std::size_t kLeastPartBytes = std::size_t{16} << 10;
 // A received block from here on is written past the caches.
 constexpr std::size_t kStreamBytes = std::size_t{2} << 20;
-
-std::byte* bytes_at(void* data, std::size_t offset) {
-  return static_cast<std::byte*>(data) + offset;
-}
-const std::byte* bytes_at(const void* data, std::size_t offset) {
-  return static_cast<const std::byte*>(data) + offset;
-}
 
 std::size_t length_at(std::size_t count, std::size_t chunk, std::size_t step) {
   return count > chunk * step ? std::min(step, count - chunk * step) : 0;
@@ -150,9 +144,7 @@ void Collectives::all_gather(const void* in, const Block* out, DType dtype,
   const int me = group_.rank();
   reserve_staging(Op::all_gather, deadline);
   group_.begin(Op::all_gather, deadline);
-  std::uint64_t digest = 14695981039346656037u;  // FNV-1a
-  for (int r = 0; r < n; ++r) digest = (digest ^ out[r].count) * 1099511628211u;
-  group_.mine().digest = digest;
+  group_.mine().digest = digest_of(out, n);
   group_.mine().count = out[me].count;
   announce_symmetric(in, out[me].count * size_of(dtype));
   Move move(dtype, -1, n);

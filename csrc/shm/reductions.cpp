@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "shm/blocks.h"
 #include "shm/collectives.h"
 
 namespace pyparallel::shm {
@@ -27,19 +28,6 @@ constexpr std::size_t kPartBytes = std::size_t{256} << 10;
 constexpr std::size_t kLeastPartBytes = std::size_t{16} << 10;
 // From here on the result will not be in any cache when it is read next.
 constexpr std::size_t kStreamBytes = std::size_t{8} << 20;
-
-const std::byte* bytes_at(const void* data, std::size_t offset) {
-  return static_cast<const std::byte*>(data) + offset;
-}
-std::byte* bytes_at(void* data, std::size_t offset) {
-  return static_cast<std::byte*>(data) + offset;
-}
-
-std::uint64_t digest_of(const ConstBlock* blocks, int n) {
-  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
-  for (int r = 0; r < n; ++r) hash = (hash ^ blocks[r].count) * 1099511628211u;
-  return hash;
-}
 
 }  // namespace
 
