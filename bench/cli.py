@@ -21,7 +21,7 @@ from bench.case import LONG, Outcome, parse_bytes
 from bench.ops import DESCRIPTIONS, OPS
 from bench.options import Options
 from bench.report.table import show
-from bench.suites import SUITES, suite
+from bench.suites import SUITES, TABLES, suite, table
 
 QUICK_SECONDS = 110.0  # for the cases of all world sizes of one suite together
 MOST_RANKS = 8  # of a run that names no world sizes: each rank holds buffers and a torch of its own
@@ -37,7 +37,12 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench",
         description="pyparallel against stock PyTorch and others: verified, then timed.",
     )
-    out.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)} (all)")
+    out.add_argument(
+        "suites",
+        nargs="*",
+        metavar="SUITE",
+        help=f"of {', '.join(SUITES)} (all of these), {', '.join(TABLES)}",
+    )
     out.add_argument(
         "--world",
         type=int,
@@ -104,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         options = options_from(arguments)
-        names = _suites(arguments.suites)
+        names, tables = _suites(arguments.suites)
         lacks = _missing(names, options)
     except ValueError as error:
         lacks = [str(error)]
@@ -112,7 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in lacks:
             print(f"python -m bench: {line}", file=sys.stderr)
         return 2
+    wrong = [problem for name in tables for problem in table(name).report(console)]
+    if not names:
+        return 1 if wrong else 0
     outcome = measure(names, options, console)
+    outcome.problems += wrong
     written = report.write(outcome, arguments.out)
     show(outcome, console)
     console.print(f"written: {', '.join(str(path) for path in written)}", soft_wrap=True)
@@ -125,11 +134,14 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _suites(asked: Sequence[str]) -> list[str]:
+def _suites(asked: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The suites and the tables asked for; all suites where nothing was."""
     for name in asked:
-        if name not in SUITES:
-            raise ValueError(f"suite {name!r} is not one of {', '.join(SUITES)}")
-    return list(asked) or list(SUITES)
+        if name not in SUITES and name not in TABLES:
+            raise ValueError(f"suite {name!r} is not one of {', '.join([*SUITES, *TABLES])}")
+    if not asked:
+        return list(SUITES), []
+    return [n for n in asked if n in SUITES], [n for n in asked if n in TABLES]
 
 
 def _missing(names: Sequence[str], options: Options) -> list[str]:
