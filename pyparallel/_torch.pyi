@@ -13,6 +13,7 @@ class GroupOptions(TorchBackend.Options):
 class Backend(TorchBackend):
     @property
     def options(self) -> GroupOptions: ...
+    def to_capsule(self) -> object: ...
 
 def create_backend(
     store: Store,

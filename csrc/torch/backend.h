@@ -48,6 +48,8 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   bool supportsSplitting() const override { return true; }
   bool supportsCoalescing() const override { return true; }
+  // What CPU tensors go through: its calls and those of this backend share one order.
+  const std::shared_ptr<shm::Communicator>& communicator() const { return communicator_; }
 
   // --- collectives (collectives.cpp)
   Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;

@@ -45,7 +45,13 @@ PYBIND11_MODULE(_torch, m) {
       });
   pybind11::class_<dist::Backend, c10::intrusive_ptr<dist::Backend>, c10d::Backend>(m, "Backend")
       .def_property_readonly("options", &dist::Backend::getBackendOptions,
-                             "The timeout and the names that the group was made with.");
+                             "The timeout and the names that the group was made with.")
+      .def(
+          "to_capsule",
+          [](const dist::Backend& self) {
+            return pyparallel::python::to_capsule(self.communicator());
+          },
+          "The group's communicator, for _core.Communicator.from_capsule: shared, not a copy.");
   m.def(
       "create_backend",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& group,

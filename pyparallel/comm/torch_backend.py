@@ -11,14 +11,16 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
-from pyparallel import _torch
+from pyparallel import _core, _torch
+from pyparallel.comm.communicator import Communicator
 from pyparallel.errors import InvalidArgument
 
-__all__ = ["create", "make_gloo"]
+__all__ = ["communicator_of", "create", "make_gloo"]
 
 # torch asks once per device type of a group, for one backend that serves them all.
 _made: "weakref.WeakKeyDictionary[Store, Any]" = weakref.WeakKeyDictionary()
@@ -46,6 +48,21 @@ def create(options: Any, backend_options: Any = None) -> Any:
         )
         _made[group_store] = backend
     return backend
+
+
+def communicator_of(group: dist.ProcessGroup) -> Communicator | None:
+    """What the group's CPU tensors go through, or None where that is another backend.
+
+    It is the group's own, not a copy: calls of both share one order, and closing it breaks the
+    group.
+    """
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # the group serves no CPU tensors
+        return None
+    if not isinstance(backend, _torch.Backend):
+        return None
+    return Communicator(_core.Communicator.from_capsule(backend.to_capsule()))
 
 
 def make_gloo(store: Store, rank: int, size: int, timeout: float) -> Any:

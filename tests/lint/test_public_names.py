@@ -18,6 +18,9 @@ PUBLIC = {
         NcclInvalidUsage NcclRemoteError NcclResultError NcclSystemError NcclTimeout
         NcclUnhandledCudaError""",
     "pyparallel.environment": "VARIABLES Variable",
+    "pyparallel.ops": """all_gather all_gather_matmul all_reduce all_reduce_rms_norm gather
+        group_name matmul_all_reduce matmul_all_reduce_rms_norm matmul_reduce_scatter reduce_scatter
+        replicate split""",
     "pyparallel.cli": "COMMANDS main",
     "pyparallel.doctor": "main report",
 }

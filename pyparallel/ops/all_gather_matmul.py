@@ -1,0 +1,244 @@
+"""Column-parallel GEMM: y_i = all_gather(x) @ w_i^T + b_i, several weights on one gather.
+
+Kernel: triton_kernels/all_gather_gemm.py.
+
+With x = all ranks' x_shard joined along gather_dim, [..., K], and this rank's w_i [N_i, K]:
+
+    forward   y_i  = x @ w_i^T + b_i                                     [..., N_i]
+    dgrad     dx_shard = reduce_scatter(sum_i dy_i @ w_i + dx_gathered)  the other op
+    wgrad     dw_i = dy_i^T @ x          x as it was gathered (save_gathered) or gathered again
+    dbias     db_i = sum of the rows of dy_i
+
+Saved: the weights; and either x, which is world_size times as large as x_shard, or x_shard, which
+costs one more gather in backward.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from pyparallel.ops.checks import Misfits, check_floats, check_linear, dim_of, own_sizes
+from pyparallel.ops.groups import Seat, group_name, seat_of
+from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.main_grad import into_main_grad
+
+__all__ = ["all_gather_matmul"]
+
+_NAME = "all_gather_matmul"
+
+
+def _check(
+    seat: Seat,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    gather_dim: int,
+    shard_sizes: Sequence[int] | None,
+) -> tuple[int, list[int]]:
+    """The dim as an index, and every rank's size of it."""
+    misfits = Misfits()
+    if not weights:
+        misfits.add("weight is an empty list; expected a tensor [N, K], or a list of them")
+    if len(biases) != len(weights):
+        misfits.add(f"bias has {len(biases)} entries for {len(weights)} weights; pass one for each")
+    misfits.raise_any()
+    w_names = ["weight"] if len(weights) == 1 else [f"weight[{i}]" for i in range(len(weights))]
+    b_names = ["bias"] if len(weights) == 1 else [f"bias[{i}]" for i in range(len(weights))]
+    named = dict(zip([*w_names, *b_names], [*weights, *biases], strict=True))
+    check_floats({"x": x, **named}, misfits)
+    misfits.raise_any()
+    dim = dim_of(gather_dim, x.shape, "gather_dim", "x", misfits)
+    misfits.raise_any()
+    sizes = own_sizes(x.shape[dim], dim, shard_sizes, seat.rank, seat.world_size, misfits)
+    k = sum(sizes) if dim == x.dim() - 1 else x.shape[-1]
+    for w, b, w_name, b_name in zip(weights, biases, w_names, b_names, strict=True):
+        text = f"the gathered x has K = {k} (x has shape {list(x.shape)})"
+        check_linear(k, w, b, misfits, weight_name=w_name, bias_name=b_name, x_text=text)
+    misfits.raise_any()
+    return dim, sizes
+
+
+def _run(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: Any,
+    gather_dim: int,
+    shard_sizes: Sequence[int] | None,
+    return_gathered: bool,
+) -> list[Tensor]:
+    seat = seat_of(group)
+    try:
+        dim, sizes = _check(seat, x, weights, biases, gather_dim, shard_sizes)
+    except Exception as error:
+        raise seat.refused(_NAME, error) from None
+    gathered = seat.engine.all_gather(x, dim, sizes)
+    results = [linear(gathered, w, b) for w, b in zip(weights, biases, strict=True)]
+    return [*results, gathered] if return_gathered else results
+
+
+def _spread(weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[int]) -> Any:
+    """One bias or None for each weight: schemas have no lists of optional tensors in autograd."""
+    spread: list[Tensor | None] = [None] * len(weights)
+    for i, bias in zip(biased, biases, strict=True):
+        spread[i] = bias
+    return spread
+
+
+def _run_op(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    biased: list[int],
+    group: str,
+    gather_dim: int,
+    shard_sizes: list[int] | None,
+    return_gathered: bool,
+    save_gathered: bool,
+) -> list[Tensor]:
+    spread = _spread(weights, biases, biased)
+    return _run(x, weights, spread, group, gather_dim, shard_sizes, return_gathered)
+
+
+def _fake(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    biased: list[int],
+    group: str,
+    gather_dim: int,
+    shard_sizes: list[int] | None,
+    return_gathered: bool,
+    save_gathered: bool,
+) -> list[Tensor]:
+    spread = _spread(weights, biases, biased)
+    dim, sizes = _check(seat_of(group), x, weights, spread, gather_dim, shard_sizes)
+    gathered = x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
+    results = [x.new_empty((*gathered.shape[:-1], w.shape[0])) for w in weights]
+    return [*results, gathered] if return_gathered else results
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    (x, weights, biases, ctx.biased, ctx.group, ctx.dim, ctx.sizes, ctx.gathered, save) = inputs
+    ctx.count = len(weights)
+    ctx.saved_whole = save and ctx.gathered
+    ctx.n_biases = len(biases)
+    ctx.save_for_backward(output[-1] if ctx.saved_whole else x, *weights)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    dys = list(grads[: ctx.count])
+    d_gathered = grads[ctx.count] if ctx.gathered else None
+    needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+    some = [(dy, w) for dy, w in zip(dys, weights, strict=True) if dy is not None]
+
+    dx = None
+    if needs_x and (some or d_gathered is not None):
+        if some:
+            dx = library_op("matmul_reduce_scatter")(
+                [dy for dy, _ in some],
+                [w.t() for _, w in some],
+                None,
+                d_gathered,
+                ctx.group,
+                ctx.dim,
+                ctx.sizes,
+            )
+        else:
+            dx = library_op("reduce_scatter")(d_gathered, ctx.group, ctx.dim, ctx.sizes)
+
+    dws: list[Tensor | None] = [None] * ctx.count
+    if any(needs_w):
+        whole = x
+        if not ctx.saved_whole:
+            whole = library_op("all_gather")(x, ctx.group, ctx.dim, ctx.sizes)
+        rows = whole.reshape(-1, whole.shape[-1])
+        for i, dy in enumerate(dys):
+            if needs_w[i] and dy is not None:
+                dws[i] = dy.reshape(-1, dy.shape[-1]).t() @ rows
+    dbs: list[Tensor | None] = [None] * ctx.n_biases
+    for j, i in enumerate(ctx.biased):
+        dy = dys[i]
+        if needs_b[j] and dy is not None:
+            dbs[j] = dy.reshape(-1, dy.shape[-1]).sum(0)
+    # torch takes an empty list of ints for one of tensors, and wants as many gradients.
+    no_biased: list[None] | None = None if ctx.biased else []
+    return dx, dws, dbs, no_biased, None, None, None, None, None
+
+
+define(
+    f"{_NAME}(Tensor x, Tensor[] weights, Tensor[] biases, int[] biased, str group, "
+    "int gather_dim, SymInt[]? shard_sizes, bool return_gathered, bool save_gathered) -> Tensor[]",
+    _run_op,
+    _fake,
+    _backward,
+    _setup_context,
+)
+
+
+def all_gather_matmul(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    group: Any,
+    gather_dim: int = 0,
+    bias: "Tensor | Sequence[Tensor | None] | None" = None,
+    shard_sizes: Sequence[int] | None = None,
+    return_gathered: bool = False,
+    *,
+    save_gathered: bool = True,
+    main_grad: "Tensor | Sequence[Tensor | None] | None" = None,
+) -> Any:
+    """`all_gather(x) @ weight.T + bias`: the first half of a tensor-parallel block. Collective.
+
+    Args:
+        x: this rank's shard [..., M_local, K], any strides; float64, float32, float16 or bfloat16.
+        weight: [N, K], this rank's rows of the whole weight; or a list of them (q, k, v; gate, up)
+            with any N each, which share the one gather.
+        group: see `pyparallel.ops`.
+        gather_dim: along which the shards of x are joined; any of x, and may be negative.
+        bias: [N], this rank's part, or None; with a list of weights a list of as many.
+        shard_sizes: every rank's size of gather_dim, where they differ.
+        return_gathered: give the gathered x too.
+        save_gathered: keep the gathered x for the weight gradients. False keeps only the shard, and
+            gathers again in backward.
+        main_grad: float32 [N, K] buffer(s) that weight gradients are added to; the weight's own
+            `.grad` then stays None.
+
+    Returns:
+        [..., M, N], or a list of one for each weight; with return_gathered a pair of that and the
+        gathered x [..., M, K].
+
+    Raises:
+        ValueError: on every rank, where one rank's arguments cannot work or ranks disagree.
+    """
+    listed = not isinstance(weight, Tensor)
+    weights: list[Tensor] = [weight] if isinstance(weight, Tensor) else list(weight)
+    if bias is None:
+        biases: list[Tensor | None] = [None] * len(weights)
+    else:
+        biases = list(bias) if not isinstance(bias, Tensor) else [bias]
+    if main_grad is not None:
+        weights = into_main_grad(_NAME, group, weights, main_grad)
+    if is_direct(x, *weights, *biases):
+        results = _run(x, weights, biases, group, gather_dim, shard_sizes, return_gathered)
+    else:
+        keep = save_gathered and any(w.requires_grad for w in weights)
+        biased = [i for i, b in enumerate(biases) if b is not None]
+        results = library_op(_NAME)(
+            x,
+            weights,
+            [b for b in biases if b is not None],
+            biased,
+            group_name(group),
+            gather_dim,
+            None if shard_sizes is None else list(shard_sizes),
+            return_gathered or keep,
+            save_gathered,
+        )
+    ys = results[: len(weights)]
+    y = ys if listed else ys[0]
+    return (y, results[-1]) if return_gathered else y

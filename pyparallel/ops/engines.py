@@ -1,0 +1,152 @@
+"""What moves an op's data between ranks: our communicator, torch's collectives, or nothing.
+
+An engine's calls have checked arguments and plain results: the op has seen to both. `all_gather`
+and `reduce_scatter` take any dim and any sizes, `sizes[r]` being rank r's, all alike or not.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyparallel.comm import Communicator
+from pyparallel.errors import Closed, InvalidArgument
+
+__all__ = ["Alone", "Engine", "Native", "Torch"]
+
+
+class Engine(Protocol):
+    """One rank's means of communication."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """All ranks' `x`, joined along `dim`: a new tensor."""
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This rank's shard of the sum of all ranks' `x`: a new tensor."""
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """Reduces `x` in place, alike on all ranks."""
+
+    def refused(self, op: str, error: Exception) -> Exception:
+        """Tells the other ranks that this one cannot call; gives what to raise here."""
+
+
+def raised(error: Exception, where: str) -> Exception:
+    """The error with the place put before its text; one of arguments stays a ValueError."""
+    kind = type(error) if isinstance(error, (TypeError, ValueError)) else InvalidArgument
+    return kind(f"{where}: {error}")
+
+
+class Alone:
+    """A group of one rank: what is gathered or reduced is what there is."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        return x
+
+    def refused(self, op: str, error: Exception) -> Exception:
+        return raised(error, f"{op}, group of one rank")
+
+
+class Native:
+    """Our communicator: shared memory on a host, gloo between hosts."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.world_size = communicator.world_size
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        gathered: Tensor = self.communicator.all_gather(x, dim=dim, sizes=list(sizes))
+        return gathered
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        shard: Tensor = self.communicator.reduce_scatter(x, dim=dim, sizes=list(sizes))
+        return shard
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        reduced: Tensor = self.communicator.all_reduce(x, op)
+        return reduced
+
+    def refused(self, op: str, error: Exception) -> Exception:
+        return self.communicator._refused(op, error)
+
+
+_TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+class Torch:
+    """A ProcessGroup of another backend: torch's collectives, after an agreement of our own.
+
+    `agreement` joins the same ranks; every call passes through it once, so that a rank that cannot
+    make its call is heard by all before anything moves.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, agreement: Communicator) -> None:
+        self._group = weakref.ref(group)
+        self.agreement = agreement
+        self.rank = agreement.rank
+        self.world_size = agreement.world_size
+
+    def _agreed(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise Closed("the process group of this call has been destroyed")
+        self.agreement.barrier()
+        return group
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        group = self._agreed()
+        most = max(sizes)
+        front = x.movedim(dim, 0)
+        mine = front.new_empty((most, *front.shape[1:]))
+        mine[: front.shape[0]].copy_(front)
+        whole = mine.new_empty((most * self.world_size, *mine.shape[1:]))
+        if whole.numel():
+            dist.all_gather_into_tensor(whole, mine, group=group)
+        rows = whole.view(self.world_size, most, *mine.shape[1:])
+        joined = torch.cat([rows[r, :n] for r, n in enumerate(sizes)])
+        return joined.movedim(0, dim).contiguous()
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        group = self._agreed()
+        most = max(sizes)
+        front = x.movedim(dim, 0)
+        whole = front.new_zeros((self.world_size, most, *front.shape[1:]))
+        for r, shard in enumerate(front.split(list(sizes))):
+            whole[r, : sizes[r]].copy_(shard)
+        mine = whole.new_empty((most, *front.shape[1:]))
+        if mine.numel():
+            dist.reduce_scatter_tensor(mine, whole.flatten(0, 1), group=group)
+        return mine[: sizes[self.rank]].movedim(0, dim).contiguous()
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        group = self._agreed()
+        array = x.contiguous()
+        if array.numel():
+            dist.all_reduce(array, _TORCH_OPS[op], group=group)
+        if array is not x:
+            x.copy_(array)
+        return x
+
+    def refused(self, op: str, error: Exception) -> Exception:
+        return self.agreement._refused(op, error)

@@ -1,0 +1,145 @@
+"""The group an op runs on: whatever names it, this process's `Seat` in it.
+
+A group is given as a torch ProcessGroup of any backend, a DeviceMesh of one dimension, a
+`pyparallel.comm.Communicator`, or the name that `group_name` gives for one of these, which is what
+custom ops and compiled graphs carry. There is no default: no op ever runs on the world because
+nothing else was said.
+"""
+
+import itertools
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from pyparallel.comm import Communicator
+from pyparallel.comm.torch_backend import communicator_of
+from pyparallel.errors import InvalidArgument
+from pyparallel.ops.engines import Alone, Engine, Native, Torch
+
+__all__ = ["Group", "Seat", "group_name", "seat_of"]
+
+Group = "dist.ProcessGroup | DeviceMesh | Communicator | str"
+
+
+class Seat:
+    """This process's place in one group, and the engine that moves its data.
+
+    Made once per group object, which owns it: nothing here keeps a group alive.
+    """
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name = name
+        self.engine = engine
+        self.rank = engine.rank
+        self.world_size = engine.world_size
+
+    def refused(self, op: str, error: Exception) -> Exception:
+        """Tells the other ranks, so that they raise and do not wait; gives what to raise here."""
+        return self.engine.refused(op, error)
+
+
+_seats: "weakref.WeakKeyDictionary[Any, Seat]" = weakref.WeakKeyDictionary()
+_by_name: "weakref.WeakValueDictionary[str, Seat]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def seat_of(group: Any) -> Seat:
+    """The seat in `group`. The first call for a group may be collective over its ranks."""
+    if type(group) is str:
+        return _seat_of_name(group)
+    try:
+        seat = _seats.get(group)
+    except TypeError:  # neither hashable nor weakly referable: no group
+        seat = None
+    return seat if seat is not None else _make(_unwrapped(group))
+
+
+def group_name(group: Any) -> str:
+    """The name by which custom ops know `group` in this process."""
+    if isinstance(group, str):
+        return group
+    if isinstance(group, DeviceMesh):
+        group = _group_of_mesh(group)
+    if isinstance(group, dist.ProcessGroup):
+        return str(group.group_name)
+    return seat_of(group).name
+
+
+def _seat_of_name(name: str) -> Seat:
+    try:
+        group = _resolve_process_group(c10d.GroupName(name))
+    except (RuntimeError, KeyError, ValueError):
+        seat = _by_name.get(name)
+        if seat is None:
+            raise InvalidArgument(
+                f"group {name!r} names no group of this process that is still there; pass the "
+                "ProcessGroup, DeviceMesh or Communicator itself"
+            ) from None
+        return seat
+    return seat_of(group)
+
+
+def _unwrapped(group: Any) -> "dist.ProcessGroup | Communicator":
+    if isinstance(group, DeviceMesh):
+        return _group_of_mesh(group)
+    if isinstance(group, (dist.ProcessGroup, Communicator)):
+        return group
+    hint = ""
+    if group is None:
+        hint = (
+            "; None could mean the world or no group: pass torch.distributed.group.WORLD if meant"
+        )
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        hint = "; this is what new_group gives to a rank that is no member: only members may call"
+    raise InvalidArgument(
+        f"group is {group!r}; expected a torch.distributed ProcessGroup, a DeviceMesh of one "
+        f"dimension or a pyparallel.comm.Communicator{hint}"
+    )
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        hint = f'mesh["{names[-1]}"]' if names else "mesh.get_group(dim)"
+        raise InvalidArgument(
+            f"group is a DeviceMesh of {mesh.ndim} dimensions (shape {list(mesh.shape)}); pass one "
+            f"of them, such as {hint}"
+        )
+    return mesh.get_group()
+
+
+def _make(group: "dist.ProcessGroup | Communicator") -> Seat:
+    seat = _seats.get(group)  # a mesh's group may have one already
+    if seat is not None:
+        return seat
+    if isinstance(group, Communicator):
+        name = f"communicator/{group.name}/{next(_numbers)}"
+        seat = Seat(name, Native(weakref.proxy(group)))
+    else:
+        if dist.get_rank(group) < 0:
+            raise InvalidArgument(
+                f"group {group.group_name!r} does not contain this process; only its ranks may call"
+            )
+        seat = Seat(str(group.group_name), _engine_of(group))
+    _seats[group] = seat
+    _by_name[seat.name] = seat
+    return seat
+
+
+def _engine_of(group: dist.ProcessGroup) -> Engine:
+    if group.size() == 1:
+        return Alone()
+    communicator = communicator_of(group)
+    if communicator is not None:
+        return Native(communicator)
+    # A group of another library: its own collectives move the data, a communicator of ours over
+    # the same store carries agreements and refusals.
+    store = c10d._get_process_group_store(group)
+    agreement = Communicator.from_store(
+        store, group.rank(), group.size(), name=f"ops of group {group.group_name}"
+    )
+    return Torch(group, agreement)

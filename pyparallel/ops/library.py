@@ -1,0 +1,59 @@
+"""The ops as torch sees them: schemas in `torch.ops.pyparallel`, and when a call may skip them.
+
+Each op file gives its schema, the function that runs on real tensors, the one that makes fake
+tensors of the same shapes and strides, and its derivative. Autograd, torch.compile and tensor
+subclasses go through torch's dispatcher; a plain call that none of them watches runs directly,
+which saves some 20 us of Python.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["define", "is_direct", "library_op"]
+
+_LIBRARY = torch.library.Library("pyparallel", "FRAGMENT")
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+) -> None:
+    """Defines one op. Without `backward` it is not differentiable."""
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.split("(", 1)[0]
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"pyparallel::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"pyparallel::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+        )
+
+
+def library_op(name: str) -> Callable[..., Any]:
+    """`torch.ops.pyparallel.NAME.default`."""
+    op: Callable[..., Any] = getattr(torch.ops.pyparallel, name).default
+    return op
+
+
+def is_direct(*tensors: Any) -> bool:
+    """Whether nothing but the caller watches this call: no autograd, tracing, or subclass.
+
+    So it is for what is no tensor, or a DTensor, which the op's own checks refuse in words.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    grad = torch.is_grad_enabled()
+    for x in tensors:
+        if not isinstance(x, Tensor) or type(x).__name__ == "DTensor":
+            continue
+        if type(x) not in _PLAIN or (grad and x.requires_grad):
+            return False
+    return torch._C._functorch.peek_interpreter_stack() is None

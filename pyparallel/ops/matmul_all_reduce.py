@@ -1,0 +1,113 @@
+"""Row-parallel GEMM with a replicated result: y = all_reduce(x @ w^T) + b.
+
+Kernel: triton_kernels/gemm_all_reduce.py.
+
+With this rank's columns x [..., K_r] and w [N, K_r]; y [..., N] and its gradient are alike on all
+ranks:
+
+    forward   y = sum_r x_r @ w_r^T + b, b once
+    dgrad     dx = dy @ w
+    wgrad     dw = dy^T @ x
+    dbias     db = sum of the rows of dy, alike on all ranks
+
+Saved: x and w. Backward communicates nothing.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from pyparallel.ops.checks import Misfits, check_floats, check_linear
+from pyparallel.ops.groups import group_name, seat_of
+from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.main_grad import into_main_grad
+
+__all__ = ["matmul_all_reduce"]
+
+_NAME = "matmul_all_reduce"
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    misfits = Misfits()
+    check_floats({"x": x, "weight": weight, "bias": bias}, misfits)
+    misfits.raise_any()
+    if x.dim() == 0:
+        misfits.add("x is 0-dimensional; expected [..., K]")
+    misfits.raise_any()
+    text = f"x has K = {x.shape[-1]} (shape {list(x.shape)})"
+    check_linear(x.shape[-1], weight, bias, misfits, x_text=text)
+    misfits.raise_any()
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+    seat = seat_of(group)
+    try:
+        _check(x, weight, bias)
+    except Exception as error:
+        raise seat.refused(_NAME, error) from None
+    y = seat.engine.all_reduce(linear(x, weight), "sum")
+    if bias is not None:
+        y += bias
+    return y
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    _check(x, weight, bias)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1])
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+    rows = dy.reshape(-1, dy.shape[-1])
+    dx = dy @ weight if needs_x else None
+    dw = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_w else None
+    return dx, dw, rows.sum(0) if needs_b else None, None
+
+
+define(
+    f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor",
+    _run,
+    _fake,
+    _backward,
+    _setup_context,
+)
+
+
+def matmul_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    group: Any,
+    bias: Tensor | None = None,
+    *,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """The sum over ranks of `x @ weight.T`, plus `bias`, the same bits on every rank. Collective.
+
+    Args:
+        x: [..., K], this rank's columns, any strides, K may differ between ranks; float64, float32,
+            float16 or bfloat16.
+        weight: [N, K], this rank's columns of the whole weight.
+        group: see `pyparallel.ops`.
+        bias: [N], the whole bias, alike on all ranks; it is added once.
+        main_grad: float32 [N, K] buffer that the weight gradient is added to; the weight's own
+            `.grad` then stays None.
+
+    Returns:
+        [..., N]. Partial products are rounded to the dtype and then added in rank order (16-bit
+        floats in float32, rounded once).
+
+    Raises:
+        ValueError: on every rank, where one rank's arguments cannot work or ranks disagree.
+    """
+    if main_grad is not None:
+        (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
+    if is_direct(x, weight, bias):
+        return _run(x, weight, bias, group)
+    y: Tensor = library_op(_NAME)(x, weight, bias, group_name(group))
+    return y

@@ -1,0 +1,140 @@
+"""matmul_all_reduce with residual add and RMSNorm as its epilogue.
+
+Kernel: triton_kernels/gemm_all_reduce.py.
+
+    forward   h = sum_r x_r @ w_r^T + b + residual      y = rms_norm(h)
+    backward  that of all_reduce_rms_norm, then that of matmul_all_reduce with dy = dh
+
+Saved: x, w, h and the norm's weight. Backward communicates nothing.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from pyparallel.ops.all_reduce_rms_norm import check_norm, rms_norm, rms_norm_backward
+from pyparallel.ops.checks import Misfits, check_floats, check_linear
+from pyparallel.ops.groups import group_name, seat_of
+from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.main_grad import into_main_grad
+
+__all__ = ["matmul_all_reduce_rms_norm"]
+
+_NAME = "matmul_all_reduce_rms_norm"
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> None:
+    misfits = Misfits()
+    named = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    check_floats({**named, "norm_weight": norm_weight}, misfits)
+    misfits.raise_any()
+    if x.dim() == 0:
+        misfits.add("x is 0-dimensional; expected [..., K]")
+    misfits.raise_any()
+    text = f"x has K = {x.shape[-1]} (shape {list(x.shape)})"
+    check_linear(x.shape[-1], weight, bias, misfits, x_text=text)
+    misfits.raise_any()
+    shape = (*x.shape[:-1], weight.shape[0])
+    check_norm(shape, "the result", residual, norm_weight, eps, misfits, "norm_weight")
+    misfits.raise_any()
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    group: Any,
+) -> tuple[Tensor, Tensor]:
+    seat = seat_of(group)
+    try:
+        _check(x, weight, bias, residual, norm_weight, eps)
+    except Exception as error:
+        raise seat.refused(_NAME, error) from None
+    h = seat.engine.all_reduce(linear(x, weight), "sum")
+    if bias is not None:
+        h += bias
+    h += residual
+    return rms_norm(h, norm_weight, eps), h
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    _check(x, weight, bias, residual, norm_weight, eps)
+    shape = (*x.shape[:-1], weight.shape[0])
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, _, norm_weight, ctx.eps, _ = inputs
+    ctx.save_for_backward(x, weight, output[1], norm_weight)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Any, ...]:
+    x, weight, h, norm_weight = ctx.saved_tensors
+    needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+    d_sum, d_norm = rms_norm_backward(h, norm_weight, ctx.eps, dy, dh)
+    if d_sum is None:
+        return (None,) * 7
+    rows = d_sum.reshape(-1, d_sum.shape[-1])
+    dx = d_sum @ weight if needs_x else None
+    dw = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_w else None
+    return dx, dw, rows.sum(0) if needs_b else None, d_sum, d_norm, None, None
+
+
+define(
+    f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight, "
+    "float eps, str group) -> (Tensor, Tensor)",
+    _run,
+    _fake,
+    _backward,
+    _setup_context,
+)
+
+
+def matmul_all_reduce_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    group: Any,
+    bias: Tensor | None = None,
+    *,
+    main_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`h = matmul_all_reduce(x, weight, bias) + residual` and its RMSNorm; gives (normed, h).
+
+    Collective. Arguments as in `matmul_all_reduce` and `all_reduce_rms_norm`: residual [..., N]
+    and norm_weight [N] are alike on all ranks, and added or applied once. Both results [..., N] are
+    the same bits on every rank.
+
+    Raises:
+        ValueError: on every rank, where one rank's arguments cannot work or ranks disagree.
+    """
+    if main_grad is not None:
+        (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
+    if is_direct(x, weight, bias, residual, norm_weight):
+        return _run(x, weight, bias, residual, norm_weight, eps, group)
+    both: tuple[Tensor, Tensor] = library_op(_NAME)(
+        x, weight, bias, residual, norm_weight, eps, group_name(group)
+    )
+    return both
