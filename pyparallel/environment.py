@@ -23,6 +23,12 @@ VARIABLES = tuple(
     Variable(*row)
     for row in (
         (
+            "PYPARALLEL_ALGORITHM",
+            "an algorithm, or OP=ALGORITHM with commas",
+            "the fastest known (docs/explain.md)",
+            "run: how the ops of a group compute, as rank 0 has it; explain() lists the names",
+        ),
+        (
             "PYPARALLEL_CUDA",
             "0, 1 or auto",
             "auto",
@@ -51,6 +57,12 @@ VARIABLES = tuple(
             "path",
             "the first found (docs/nccl.md)",
             "run: the NCCL library to load",
+        ),
+        (
+            "PYPARALLEL_RULE",
+            "path, or none",
+            "pyparallel/rule.json in the user's cache folder",
+            "run: the file of times measured on this machine, as rank 0 has it",
         ),
         (
             "PYPARALLEL_SHM_DIR",
