@@ -17,6 +17,11 @@ PUBLIC = {
         group load nccl_info open_library unique_id NcclError NcclInternalError NcclInvalidArgument
         NcclInvalidUsage NcclRemoteError NcclResultError NcclSystemError NcclTimeout
         NcclUnhandledCudaError""",
+    "pyparallel.layers": """ColumnParallelLinear Dropout FusedColumnParallelLinear GatedMLP HeadSplit
+        LayerNorm ParameterLayout Partition QKVParallelLinear RMSNorm RandomStreams
+        RowParallelLinear SequenceSharding ShardedModule VocabParallelCrossEntropy
+        VocabParallelEmbedding clip_gradient_norm_ full_state_dict gradient_norm
+        load_full_state_dict materialize split_heads tie vocab_parallel_cross_entropy""",
     "pyparallel.environment": "VARIABLES Variable",
     "pyparallel.ops": """all_gather all_gather_matmul all_reduce all_reduce_rms_norm gather
         group_name matmul_all_reduce matmul_all_reduce_rms_norm matmul_reduce_scatter reduce_scatter

@@ -1,0 +1,48 @@
+"""Modules of tensor and sequence parallelism, on `pyparallel.ops`.
+
+`group` is a torch ProcessGroup of any backend, a DeviceMesh of one dimension, or a
+`pyparallel.comm.Communicator`.
+"""
+
+from pyparallel.layers.cross_entropy import (
+    VocabParallelCrossEntropy,
+    vocab_parallel_cross_entropy,
+)
+from pyparallel.layers.dropout import Dropout, RandomStreams
+from pyparallel.layers.embedding import VocabParallelEmbedding, tie
+from pyparallel.layers.fused import FusedColumnParallelLinear, GatedMLP, QKVParallelLinear
+from pyparallel.layers.gradients import clip_gradient_norm_, gradient_norm
+from pyparallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from pyparallel.layers.module import ShardedModule
+from pyparallel.layers.norm import LayerNorm, RMSNorm
+from pyparallel.layers.parameters import ParameterLayout
+from pyparallel.layers.partition import HeadSplit, Partition, split_heads
+from pyparallel.layers.sequence import SequenceSharding
+from pyparallel.layers.state import full_state_dict, load_full_state_dict, materialize
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Dropout",
+    "FusedColumnParallelLinear",
+    "GatedMLP",
+    "HeadSplit",
+    "LayerNorm",
+    "ParameterLayout",
+    "Partition",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "RandomStreams",
+    "RowParallelLinear",
+    "SequenceSharding",
+    "ShardedModule",
+    "VocabParallelCrossEntropy",
+    "VocabParallelEmbedding",
+    "clip_gradient_norm_",
+    "full_state_dict",
+    "gradient_norm",
+    "load_full_state_dict",
+    "materialize",
+    "split_heads",
+    "tie",
+    "vocab_parallel_cross_entropy",
+]
