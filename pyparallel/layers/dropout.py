@@ -6,6 +6,7 @@ initialisation on one rank) brings the shared one out of step.
 """
 
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -54,10 +55,9 @@ class RandomStreams:
             )
         self._set((state["shared"], state["own"]))
 
-    def recompute(self) -> "tuple[_Remember, _Again]":
+    def recompute(self) -> "tuple[AbstractContextManager[None], AbstractContextManager[None]]":
         """Contexts for torch.utils.checkpoint's context_fn: first pass, repeated pass."""
-        first = _Remember(self)
-        return first, _Again(self, first)
+        return nullcontext(), _Again(self)
 
     def _get(self) -> tuple[Tensor, Tensor]:
         return self.shared.get_state(), self.own.get_state()
@@ -70,36 +70,20 @@ class RandomStreams:
         return self  # a copied model draws from the same streams: two would repeat each other
 
 
-class _Remember:
-    """Remembers where the streams are on entry."""
+class _Again(AbstractContextManager[None]):
+    """Within it the streams are where they were when it was made; after it, where before it.
+
+    May be entered more than once: a graph that is kept is recomputed for each backward.
+    """
 
     def __init__(self, streams: RandomStreams) -> None:
         self._streams = streams
-        self.states = streams._get()
-
-    def __enter__(self) -> None:
-        self.states = self._streams._get()
-
-    def __exit__(
-        self,
-        kind: "type[BaseException] | None",
-        error: "BaseException | None",
-        traceback: "TracebackType | None",
-    ) -> None:
-        pass
-
-
-class _Again:
-    """Within it the streams are where the first pass began; after it, where they were before."""
-
-    def __init__(self, streams: RandomStreams, first: _Remember) -> None:
-        self._streams = streams
-        self._first = first
+        self._first = streams._get()
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> None:
         self._before.append(self._streams._get())
-        self._streams._set(self._first.states)
+        self._streams._set(self._first)
 
     def __exit__(
         self,

@@ -17,8 +17,8 @@ PUBLIC = {
         group load nccl_info open_library unique_id NcclError NcclInternalError NcclInvalidArgument
         NcclInvalidUsage NcclRemoteError NcclResultError NcclSystemError NcclTimeout
         NcclUnhandledCudaError""",
-    "pyparallel.layers": """ColumnParallelLinear Dropout FusedColumnParallelLinear GatedMLP HeadSplit
-        LayerNorm ParameterLayout Partition QKVParallelLinear RMSNorm RandomStreams
+    "pyparallel.layers": """ColumnParallelLinear Dropout FusedColumnParallelLinear GatedMLP
+        HeadSplit LayerNorm ParameterLayout Partition QKVParallelLinear RMSNorm RandomStreams
         RowParallelLinear SequenceSharding ShardedModule VocabParallelCrossEntropy
         VocabParallelEmbedding clip_gradient_norm_ full_state_dict gradient_norm
         load_full_state_dict materialize split_heads tie vocab_parallel_cross_entropy""",
