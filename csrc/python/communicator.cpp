@@ -344,6 +344,7 @@ void register_communicator(py::module_& m) {
           [](Communicator& seat, std::int64_t ms) {
             seat.set_timeout(std::chrono::milliseconds(ms));
           })
+      .def("note", &Communicator::note, py::arg("text"))
       .def("refuse", &Communicator::refuse, py::arg("op"), py::arg("why"), without_gil())
       .def("enqueue", &enqueue, py::arg("call"))
       .def(

@@ -69,9 +69,32 @@ std::string rooted_misfit(const Group& group) {
   return "";
 }
 
+// What ranks said of their calls, where that differs: each text once, with its ranks. Empty where
+// all said the same or nothing.
+std::string notes_misfit(const Group& group) {
+  const auto note_of = [&](int r) { return std::string(group.note(r)); };
+  std::string text;
+  int texts = 0;
+  for (int r = 0; r < group.size(); ++r) {
+    const std::string note = note_of(r);
+    bool seen = false;
+    for (int before = 0; before < r; ++before) seen = seen || note_of(before) == note;
+    if (seen) continue;
+    text += str(texts++ == 0 ? "rank " : "; rank ", r);
+    for (int other = r + 1; other < group.size(); ++other)
+      if (note_of(other) == note) text += str(", ", other);
+    text += note.empty() ? str(": ", name_of(group.header(r).op), ", called for itself")
+                         : str(": ", note);
+  }
+  return texts > 1 ? text : "";
+}
+
 std::string misfit_of(const Group& group) {
   const CallHeader& first = group.header(0);
   std::string text;
+  const bool digests_alike = all_alike(group, [](const CallHeader& h) { return h.digest; });
+  if (!digests_alike) text = notes_misfit(group);
+  if (!text.empty()) return "ranks called different things: " + text;
   const auto add = [&](const std::string& more) { text += (text.empty() ? "" : "; ") + more; };
   if (!all_alike(group, [](const CallHeader& h) { return h.dtype; }))
     add("dtypes differ: " + by_rank(group, [](const CallHeader& h) { return name_of(h.dtype); }));
@@ -83,10 +106,12 @@ std::string misfit_of(const Group& group) {
   if (has_one_count(first.op) && !all_alike(group, [](const CallHeader& h) { return h.count; }))
     add("element counts differ: " +
         by_rank(group, [](const CallHeader& h) { return str(h.count); }));
-  if (has_count_vector(first.op) && !all_alike(group, [](const CallHeader& h) { return h.digest; }))
+  if (has_count_vector(first.op) && !digests_alike)
     add("block sizes differ between ranks; each rank's own block: " +
         by_rank(group, [](const CallHeader& h) { return str(h.count); }) +
         ". Pass the same list of all ranks' sizes on every rank");
+  if (text.empty() && !digests_alike && !has_count_vector(first.op))
+    add(str("notes differ after their first ", Note::capacity - 1, " characters: ", group.note(0)));
   if (!text.empty()) return text;
   if (first.op == Op::all_to_all) return pairwise_misfit(group);
   if (first.op == Op::scatter || first.op == Op::gather) return rooted_misfit(group);
@@ -101,9 +126,12 @@ void Group::check_agreement() {
     for (int r = 0; r < size_; ++r)
       if (header(r).op == Op::refused)
         text += str(text.empty() ? "" : "; ", page(r).refusal[parity()]);
-    if (text.empty())
+    if (text.empty()) {
+      const std::string notes = notes_misfit(*this);
       text = "ranks called different operations: " +
-             by_rank(*this, [](const CallHeader& h) { return name_of(h.op); });
+             (notes.empty() ? by_rank(*this, [](const CallHeader& h) { return name_of(h.op); })
+                            : notes);
+    }
     throw Mismatch(str("call #", sequence(), ", group ", name_, " (", size_, " ranks): ", text));
   }
   const std::string misfit = misfit_of(*this);

@@ -116,6 +116,7 @@ class Seat final : public Communicator {
   void barrier(Deadline deadline) override {
     call(Op::barrier, deadline, [] {}, [&] { collectives_.barrier(deadline); });
   }
+  void note(std::string_view text) override { leave_note(group_.get(), text); }
   void refuse(std::string_view op, std::string_view why) override {
     const Deadline deadline = Deadline::after(timeout());
     const Turn turn(*this, deadline);

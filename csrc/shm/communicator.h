@@ -99,6 +99,9 @@ class Communicator {
   virtual void scatter(const ConstBlock* in, Block out, DType, int root, Deadline) = 0;
   virtual void gather(ConstBlock in, const Block* out, DType, int root, Deadline) = 0;
   virtual void barrier(Deadline) = 0;
+  // Says more of this thread's next collective: `text` is compared between ranks as its counts are,
+  // and shown where it differs. For calls of a higher level, whose sizes the core does not see.
+  virtual void note(std::string_view text) = 0;
   // Takes this rank's place in the next collective without taking part: for a caller whose own
   // argument checks failed. The other ranks raise Mismatch with `why`; this one returns at once.
   virtual void refuse(std::string_view op, std::string_view why) = 0;

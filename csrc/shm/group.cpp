@@ -78,11 +78,17 @@ void Group::begin(Op op, const Deadline& deadline) {
   call.symmetric_segment = 0;
   call.symmetric_offset = 0;
   call.factor = 1.0;
+  const Note* note = take_note(this);
+  note_ = note == nullptr || op == Op::refused ? 0 : note->digest;
+  if (note_ == 0) return;
+  call.flags = CallHeader::kNoted;
+  std::memcpy(page(rank_).note[parity()], note->text, note->length + 1);
 }
 
 void Group::arrive(const Deadline& deadline) {
   const std::uint64_t sequence = this->sequence();
   page(rank_).core.store(sched_getcpu(), std::memory_order_relaxed);
+  mine().digest ^= note_;
   mine().arrived.publish(sequence);
   for (int r = 0; r < size_; ++r)
     if (r != rank_) wait(page(r).calls[sequence & 1].arrived, sequence, r, deadline);

@@ -44,6 +44,8 @@ class Group {
   std::byte* staging(int rank) const { return data_ + layout_.staging(rank); }
   RingPage& ring(int from, int to) const { return at<RingPage>(layout_.ring(from, to)); }
   const CallHeader& header(int rank) const { return page(rank).calls[parity()]; }
+  // What the rank's caller said of its call; empty: nothing.
+  const char* note(int rank) const { return header(rank).noted() ? page(rank).note[parity()] : ""; }
   // Counts of an uneven call: [0, size) sent to each rank, [size, 2*size) received from each.
   std::uint64_t* counts(int rank) const {
     return &at<std::uint64_t>(layout_.counts(rank, parity()));
@@ -51,6 +53,7 @@ class Group {
   void reserve(std::size_t offset, std::size_t bytes) { segment_->reserve(offset, bytes); }
 
   // --- a call, in this order. Throws Closed, or the group's failure.
+  // Takes the note that the caller left for this call (leave_note(this, text)).
   void begin(Op op, const Deadline& deadline);
   // The header to fill; its arrays are inbox() and counts(). Valid from begin() to arrive().
   CallHeader& mine() { return page(rank_).calls[parity()]; }
@@ -126,7 +129,8 @@ class Group {
   std::atomic<std::int64_t> separated_{0};  // when last, steady clock
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
-  bool owed_ = false;  // the wait of a refused call
+  bool owed_ = false;       // the wait of a refused call
+  std::uint64_t note_ = 0;  // digest of the current call's note
 };
 
 }  // namespace pyparallel::shm

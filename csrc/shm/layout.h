@@ -20,6 +20,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "shm/liveness.h"
+#include "shm/note.h"
 #include "shm/wait.h"
 
 namespace pyparallel::shm {
@@ -55,22 +56,25 @@ struct alignas(64) CallHeader {
   static constexpr std::uint8_t kUniform =
       1;  // all_to_all: each count is `count`, the table is unused
   static constexpr std::uint8_t kInline = 2;  // what this rank sends, if anything, is in its inbox
+  static constexpr std::uint8_t kNoted = 4;   // the caller left a note: it is in the rank's page
 
   Flag arrived;  // the call's sequence number
   Op op = Op::none;
   DType dtype = DType::f32;
   ReduceOp reduction = ReduceOp::sum;
-  std::uint8_t flags = 0;  // kUniform, kInline
+  std::uint8_t flags = 0;  // kUniform, kInline, kNoted
   std::int16_t root = -1;
   std::int16_t symmetric_rank = 0;  // with symmetric_segment: see symmetric/registry.h
   std::uint64_t count = 0;          // elements; of uneven calls this rank's largest block
-  std::uint64_t digest = 0;  // of the counts of all blocks, where all ranks must have the same
+  std::uint64_t digest =
+      0;  // of the note, and of all blocks' counts where ranks must agree on them
   std::uint64_t symmetric_segment = 0;  // 0: this rank's buffer is private
   std::uint64_t symmetric_offset = 0;
   double factor = 1.0;  // premul_sum
 
   bool uniform() const { return (flags & kUniform) != 0; }
   bool is_inline() const { return (flags & kInline) != 0; }
+  bool noted() const { return (flags & kNoted) != 0; }
 };
 static_assert(sizeof(CallHeader) == 64, "a header is read in one cache miss");
 
@@ -83,7 +87,8 @@ struct RankPage {
   alignas(64) Flag done;              // chunks reduced (all_reduce) or consumed (others), ever
   alignas(64) Flag bell;              // send/recv: something changed in one of my rings
   CallHeader calls[2];
-  char refusal[2][256] = {};  // text of a refused call
+  char refusal[2][256] = {};          // text of a refused call
+  char note[2][Note::capacity] = {};  // by parity, with kNoted
 };
 
 struct GroupPage {

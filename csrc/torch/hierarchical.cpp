@@ -159,6 +159,7 @@ void HierarchicalCommunicator::on_worker(const std::function<void()>& call) {
 void HierarchicalCommunicator::collective(const Call& call, Deadline deadline,
                                           const std::function<void()>& check,
                                           const std::function<void()>& body) {
+  const shm::Note* note = shm::take_note(this);  // this thread's, and kept until it leaves another
   on_worker([&] {
     throw_if_failed();
     running_ = name_of_op(call.op);
@@ -171,6 +172,10 @@ void HierarchicalCommunicator::collective(const Call& call, Deadline deadline,
     mine.sequence = ++sequence_;
     mine.count = call.count;
     mine.digest = call.digest;
+    if (note != nullptr) {
+      mine.digest ^= note->digest;
+      mine.set(Record::State::ready, note->view());
+    }
     std::optional<InvalidArgument> wrong;
     try {
       check();
@@ -240,6 +245,9 @@ std::string HierarchicalCommunicator::describe(const Record& record) const {
   if (record.count > 0) text += pyparallel::str(" of ", record.count);
   text += pyparallel::str(" ", name_of(record.dtype), ", ", name_of(record.reduction));
   if (record.root >= 0) text += pyparallel::str(", root ", record.root);
+  if (record.state == Record::State::ready && record.text[0] != 0) {
+    text += pyparallel::str(" (", record.text, ")");
+  }
   return text + pyparallel::str(", as its call #", record.sequence);
 }
 

@@ -24,6 +24,7 @@
 
 #include "base/error.h"
 #include "shm/communicator.h"
+#include "shm/note.h"
 #include "torch/cross_messages.h"
 #include "torch/group.h"
 #include "torch/links.h"
@@ -70,6 +71,7 @@ class HierarchicalCommunicator final
               Deadline deadline) override;
   // --- hierarchical.cpp
   void barrier(Deadline deadline) override;
+  void note(std::string_view text) override { shm::leave_note(this, text); }
   void refuse(std::string_view op, std::string_view why) override;
   std::shared_ptr<shm::Work> enqueue(std::function<void()> call) override;
 

@@ -12,7 +12,7 @@ namespace pyparallel::dist {
 struct HierarchicalCommunicator::Record {
   static constexpr std::uint32_t expected_magic = 0x31525050;  // "PPR1"
   enum class State : std::uint8_t {
-    ready,      // this rank (or all ranks of this host) can start
+    ready,      // this rank (or all ranks of this host) can start; the text is its note
     refused,    // this rank's arguments are wrong: the text says why
     ruled_out,  // the call cannot be: every rank raises the text; the group goes on
     failed,     // something broke: the text says what; the group ends

@@ -42,6 +42,15 @@ class Base:
                 f"root is {root!r}; expected a rank of this group: 0 to {self._world_size - 1}"
             )
 
+    def note(self, text: str) -> None:
+        """Says more about this thread's next collective: of which larger call it is a part.
+
+        The text is compared between ranks like the collective's own sizes, at no further message:
+        where it differs all ranks raise `Mismatch`, which shows it. For libraries on top, whose
+        shapes and flags this one does not see.
+        """
+        self._core.note(text)
+
     def _refused(self, op: str, error: Exception) -> Exception:
         """Tells the other ranks, so that they raise and do not wait; gives what to raise here."""
         self._core.refuse(op, str(error))

@@ -74,6 +74,8 @@ def _run(
         dim, sizes = _check(seat, x, weights, biases, gather_dim, shard_sizes)
     except Exception as error:
         raise seat.refused(_NAME, error) from None
+    whole = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
+    seat.engine.note(f"{_NAME} of x {whole} {x.dtype} gathered from shards {sizes} of dim {dim}")
     gathered = seat.engine.all_gather(x, dim, sizes)
     results = [linear(gathered, w, b) for w, b in zip(weights, biases, strict=True)]
     return [*results, gathered] if return_gathered else results

@@ -95,6 +95,7 @@ def _run(
         _check(x, residual, weight, eps)
     except Exception as error:
         raise seat.refused(_NAME, error) from None
+    seat.engine.note(f"{_NAME} of x {list(x.shape)} {x.dtype}, eps {eps}")
     h = seat.engine.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), "sum")
     h += residual
     return rms_norm(h, weight, eps), h

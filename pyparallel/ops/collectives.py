@@ -36,6 +36,8 @@ def _run_all_gather(x: Tensor, group: Any, dim: int, shard_sizes: Sequence[int] 
         dim, sizes = _shards_of_shard(seat, x, dim, shard_sizes)
     except Exception as error:
         raise seat.refused("all_gather", error) from None
+    whole = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
+    seat.engine.note(f"all_gather of x {whole} {x.dtype} from shards {sizes} of dim {dim}")
     return seat.engine.all_gather(x.detach(), dim, sizes)
 
 
@@ -109,6 +111,9 @@ def _run_reduce_scatter(
         dim, sizes = _shards_of_whole(seat, x, dim, shard_sizes)
     except Exception as error:
         raise seat.refused("reduce_scatter", error) from None
+    seat.engine.note(
+        f"reduce_scatter of x {list(x.shape)} {x.dtype} to shards {sizes} of dim {dim}"
+    )
     return seat.engine.reduce_scatter(x.detach(), dim, sizes)
 
 
@@ -175,6 +180,7 @@ def _run_all_reduce(x: Tensor, group: Any, op: str) -> Tensor:
         misfits.raise_any()
     except Exception as error:
         raise seat.refused("all_reduce", error) from None
+    seat.engine.note(f"all_reduce {op} of x {list(x.shape)} {x.dtype}")
     return seat.engine.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), op)
 
 

@@ -24,6 +24,9 @@ class Engine(Protocol):
     rank: int
     world_size: int
 
+    def note(self, text: str) -> None:
+        """What the next call is part of: compared between ranks, all raise where it differs."""
+
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """All ranks' `x`, joined along `dim`: a new tensor."""
 
@@ -49,6 +52,9 @@ class Alone:
     rank = 0
     world_size = 1
 
+    def note(self, text: str) -> None:
+        pass
+
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)
 
@@ -69,6 +75,7 @@ class Native:
         self.communicator = communicator
         self.rank = communicator.rank
         self.world_size = communicator.world_size
+        self.note = communicator.note
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         gathered: Tensor = self.communicator.all_gather(x, dim=dim, sizes=list(sizes))
@@ -106,6 +113,9 @@ class Torch:
         self.agreement = agreement
         self.rank = agreement.rank
         self.world_size = agreement.world_size
+
+    def note(self, text: str) -> None:
+        self.agreement.note(text)
 
     def _agreed(self) -> dist.ProcessGroup:
         group = self._group()

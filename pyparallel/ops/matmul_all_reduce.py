@@ -46,7 +46,11 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
         _check(x, weight, bias)
     except Exception as error:
         raise seat.refused(_NAME, error) from None
-    y = seat.engine.all_reduce(linear(x, weight), "sum")
+    y = linear(x, weight)
+    seat.engine.note(
+        f"{_NAME} with {'no ' if bias is None else ''}bias, result {list(y.shape)} {y.dtype}"
+    )
+    y = seat.engine.all_reduce(y, "sum")
     if bias is not None:
         y += bias
     return y

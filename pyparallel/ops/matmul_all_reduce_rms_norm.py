@@ -61,7 +61,12 @@ def _run(
         _check(x, weight, bias, residual, norm_weight, eps)
     except Exception as error:
         raise seat.refused(_NAME, error) from None
-    h = seat.engine.all_reduce(linear(x, weight), "sum")
+    h = linear(x, weight)
+    seat.engine.note(
+        f"{_NAME} with {'no ' if bias is None else ''}bias, result {list(h.shape)} {h.dtype}, "
+        f"eps {eps}"
+    )
+    h = seat.engine.all_reduce(h, "sum")
     if bias is not None:
         h += bias
     h += residual

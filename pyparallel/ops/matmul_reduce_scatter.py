@@ -82,6 +82,10 @@ def _run(
         partial += linear(x, w)
     if addend is not None:
         partial += addend
+    seat.engine.note(
+        f"{_NAME} with {'no ' if bias is None else ''}bias, result {list(partial.shape)} "
+        f"{partial.dtype} scattered to shards {sizes} of dim {dim}"
+    )
     shard = seat.engine.reduce_scatter(partial, dim, sizes)
     if bias is not None:
         if dim == partial.dim() - 1:

@@ -1,0 +1,205 @@
+"""What cannot work raises on every rank, before data moves, and the group goes on.
+
+Layers of proof: N processes on a CPU. Two kinds of faults, on each kind of group: one rank's
+arguments are wrong (it raises InvalidArgument, the others what it said), and ranks whose arguments
+are each right, but differ. After each, a good call of all ranks is right.
+"""
+
+import re
+
+import pytest
+import torch
+
+from tests.launch import run_ranks
+from tests.ops.seats import KINDS, make_groups
+
+
+def x(*shape, dtype=torch.float32):
+    return torch.randn(*shape).to(dtype)
+
+
+# name -> (call of a rank that is right, call of rank 1 that is wrong, what all read)
+def wrong_on_one(ops):
+    return {
+        "weight [K, N]": (
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g),
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(4, 5), g),
+            r"weight has shape \[4, 5\], but x has K = 4.*expected \[N, 4\].*pass weight\.t\(\)",
+        ),
+        "bias": (
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g, x(5)),
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g, x(4)),
+            r"bias has shape \[4\]; expected \[5\]",
+        ),
+        "dtype": (
+            lambda g: ops.matmul_reduce_scatter(x(6, 4), x(5, 4), g),
+            lambda g: ops.matmul_reduce_scatter(x(6, 4).double(), x(5, 4), g),
+            r"weight has dtype torch.float32, x has torch.float64",
+        ),
+        "integers": (
+            lambda g: ops.all_gather(x(6, 4), g),
+            lambda g: ops.all_gather(torch.ones(6, 4, dtype=torch.int32), g),
+            r"x has dtype torch.int32; expected one of float64",
+        ),
+        "no tensor": (
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g),
+            lambda g: ops.matmul_all_reduce([3.0], x(5, 4), g),
+            r"x is a list; expected a torch.Tensor",
+        ),
+        "fp8 on the CPU": (
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g),
+            lambda g: ops.matmul_all_reduce(
+                x(3, 4).to(torch.float8_e4m3fn), x(5, 4).to(torch.float8_e4m3fn), g
+            ),
+            r"x has dtype torch.float8_e4m3fn",
+        ),
+        "rows that do not divide": (
+            lambda g: ops.matmul_reduce_scatter(x(6, 4), x(5, 4), g),
+            lambda g: ops.matmul_reduce_scatter(x(7, 4), x(5, 4), g),
+            r"is 7, which does not divide by \d ranks.*such as shard_sizes=\[\d",
+        ),
+        "sizes that do not sum": (
+            lambda g: ops.reduce_scatter(x(6, 4), g),
+            lambda g: ops.reduce_scatter(x(6, 4), g, 0, [1] * g_size(g)),
+            r"shard_sizes \[1, 1.*\] add up to \d, but dim 0 of x is 6",
+        ),
+        "sizes of too few ranks": (
+            lambda g: ops.all_gather_matmul(x(2, 4), x(5, 4), g),
+            lambda g: ops.all_gather_matmul(x(2, 4), x(5, 4), g, shard_sizes=[2]),
+            r"shard_sizes is \[2\]; expected \d sizes, one per rank",
+        ),
+        "own size": (
+            lambda g: ops.all_gather_matmul(x(2, 4), x(5, 4), g),
+            lambda g: ops.all_gather_matmul(x(2, 4), x(5, 4), g, shard_sizes=[3] * g_size(g)),
+            r"shard_sizes\[1\] is 3, but dim 0 of this rank's x is 2",
+        ),
+        "dim": (
+            lambda g: ops.all_gather_matmul(x(2, 4), x(5, 4), g),
+            lambda g: ops.all_gather_matmul(x(2, 4), x(5, 4), g, 2),
+            r"gather_dim is 2, but x has shape \[2, 4\]; expected -2 to 1",
+        ),
+        "norm": (
+            lambda g: ops.all_reduce_rms_norm(x(2, 4), x(2, 4), x(4), 1e-5, g),
+            lambda g: ops.all_reduce_rms_norm(x(2, 4), x(4), x(2), -1, g),
+            r"residual has shape \[4\]; expected \[2, 4\].*weight has shape.*eps is -1",
+        ),
+        "main_grad": (
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g),
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g, main_grad=x(4, 5)),
+            r"main_grad has shape \[4, 5\] on cpu, its weight \[5, 4\]",
+        ),
+    }
+
+
+# name -> (call of rank 0 and of all ranks from 2 on, call of rank 1, what all read)
+def different(ops):
+    return {
+        "M and N change places": (
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g),
+            lambda g: ops.matmul_all_reduce(x(5, 4), x(3, 4), g),
+            r"result \[3, 5\] torch.float32; rank 1: .*result \[5, 3\]",
+        ),
+        "rows": (
+            lambda g: ops.all_gather_matmul(x(4, 4), x(5, 4), g),
+            lambda g: ops.all_gather_matmul(x(2, 8), x(5, 8), g),
+            r"from shards \[4, 4.*rank 1: .*from shards \[2, 2",
+        ),
+        "dtype": (
+            lambda g: ops.matmul_reduce_scatter(x(6, 4), x(5, 4), g),
+            lambda g: ops.matmul_reduce_scatter(x(6, 4).bfloat16(), x(5, 4).bfloat16(), g),
+            r"torch.float32.*rank 1: .*torch.bfloat16",
+        ),
+        "op": (
+            lambda g: ops.matmul_all_reduce(x(6, 4), x(5, 4), g),
+            lambda g: ops.matmul_reduce_scatter(x(6, 4), x(5, 4), g),
+            r"matmul_all_reduce.*rank 1: matmul_reduce_scatter",
+        ),
+        "bias": (
+            lambda g: ops.matmul_all_reduce(x(6, 4), x(5, 4), g),
+            lambda g: ops.matmul_all_reduce(x(6, 4), x(5, 4), g, x(5)),
+            r"with no bias.*rank 1: .*with bias",
+        ),
+        "eps": (
+            lambda g: ops.all_reduce_rms_norm(x(2, 4), x(2, 4), x(4), 1e-5, g),
+            lambda g: ops.all_reduce_rms_norm(x(2, 4), x(2, 4), x(4), 1e-6, g),
+            r"eps 1e-05; rank 1: .*eps 1e-06",
+        ),
+        "sizes": (
+            lambda g: ops.reduce_scatter(x(6, 4), g, 0, uneven(g, 0)),
+            lambda g: ops.reduce_scatter(x(6, 4), g, 0, uneven(g, 1)),
+            r"to shards \[6, 0.*rank 1: .*to shards \[0, 6",
+        ),
+        "an op and a plain collective": (
+            lambda g: ops.all_reduce(x(6, 4), g),
+            lambda g: ops.all_reduce(x(4, 6), g, "max"),
+            r"all_reduce sum of x \[6, 4\].*rank 1: all_reduce max of x \[4, 6\]",
+        ),
+    }
+
+
+def g_size(group):
+    from pyparallel.ops.groups import seat_of
+
+    return seat_of(group).world_size
+
+
+def uneven(group, owner):
+    return [6 if r == owner else 0 for r in range(g_size(group))]
+
+
+def raises_everywhere(rank, table, agree_on_text):
+    from pyparallel import ops
+
+    texts = {}
+    for kind, group in make_groups(rank).items():
+        for name, (right, wrong, pattern) in table(ops).items():
+            with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is checked below
+                (wrong if rank.rank == 1 else right)(group)
+            text = str(caught.value)
+            assert re.search(pattern, text, re.DOTALL), (kind, name, text)
+            total = ops.all_reduce(torch.full((3,), rank.rank + 1.0), group)
+            assert total.tolist() == [sum(range(1, rank.world_size + 1))] * 3, (kind, name)
+            texts[kind, name] = text if agree_on_text else ""
+    return texts
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_wrong_argument_on_one_rank(world):
+    run_ranks(raises_everywhere, world, wrong_on_one, False)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_differ(world):
+    results = run_ranks(raises_everywhere, world, different, True)
+    assert all(texts == results[0] for texts in results), "all ranks read the same"
+    assert len(results[0]) == 8 * len(KINDS)
+
+
+def bad_groups(rank):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pyparallel import ops
+
+    make_groups(rank, ("pyparallel",))
+    outside = dist.new_group([0])  # rank 1 gets torch's mark of a group that it is not in
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+    cases = [
+        (None, r"group is None; .*None could mean the world.*group\.WORLD"),
+        ("nothing", r"group 'nothing' names no group of this process"),
+        (3, r"group is 3; expected a torch.distributed ProcessGroup"),
+        (mesh, r'DeviceMesh of 2 dimensions \(shape \[1, 2\]\); pass one.*mesh\["tp"\]'),
+    ]
+    if rank.rank == 1:
+        cases.append((outside, r"a rank that is no member: only members may call"))
+    for group, pattern in cases:
+        with pytest.raises(ValueError, match=pattern):
+            ops.matmul_all_reduce(x(3, 4), x(5, 4), group)
+    y = ops.matmul_all_reduce(torch.ones(3, 4), torch.ones(5, 4), mesh["tp"])
+    assert y.tolist() == [[8.0] * 5] * 3
+    name = ops.group_name(mesh["tp"])
+    assert torch.equal(ops.matmul_all_reduce(torch.ones(3, 4), torch.ones(5, 4), name), y)
+
+
+def test_what_is_no_group():
+    run_ranks(bad_groups, 2)
