@@ -35,6 +35,7 @@ from pyparallel.errors import InvalidArgument
 from pyparallel.layers.partition import Partition
 from pyparallel.layers.place import Place
 from pyparallel.ops.groups import group_name, seat_of
+from pyparallel.ops.library import rows_of
 
 __all__ = ["VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]
 
@@ -74,7 +75,7 @@ def vocab_parallel_cross_entropy(
         raise seat.refused("vocab_parallel_cross_entropy", error) from None
     labels = target.reshape(-1)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits.reshape(-1, logits.shape[-1]),
+        rows_of(logits),
         labels,
         partition.size,
         partition.contiguous(seat.rank),

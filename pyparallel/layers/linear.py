@@ -25,6 +25,7 @@ from pyparallel.layers.module import InitMethod, ShardedModule
 from pyparallel.layers.parameters import REPLICATED, ParameterLayout, Part, assemble
 from pyparallel.layers.partition import Partition
 from pyparallel.layers.sequence import SequenceSharding, sharding_of
+from pyparallel.ops.library import rows_of
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -291,9 +292,9 @@ class _LinearOfReplicated(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows = rows_of(dy)
         dx = ops.matmul_all_reduce(dy, weight.t(), ctx.group) if needs_x else None
-        dw = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+        dw = rows.t() @ rows_of(x) if needs_weight else None
         return dx, dw, rows.sum(0) if needs_bias else None, None
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from pyparallel.ops.checks import Misfits, check_floats, check_linear, dim_of, own_sizes
 from pyparallel.ops.groups import Seat, group_name, seat_of
-from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 
 __all__ = ["all_gather_matmul"]
@@ -158,15 +158,15 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         whole = x
         if not ctx.saved_whole:
             whole = library_op("all_gather")(x, ctx.group, ctx.dim, ctx.sizes)
-        rows = whole.reshape(-1, whole.shape[-1])
+        rows = rows_of(whole)
         for i, dy in enumerate(dys):
             if needs_w[i] and dy is not None:
-                dws[i] = dy.reshape(-1, dy.shape[-1]).t() @ rows
+                dws[i] = rows_of(dy).t() @ rows
     dbs: list[Tensor | None] = [None] * ctx.n_biases
     for j, i in enumerate(ctx.biased):
         dy = dys[i]
         if needs_b[j] and dy is not None:
-            dbs[j] = dy.reshape(-1, dy.shape[-1]).sum(0)
+            dbs[j] = rows_of(dy).sum(0)
     # torch takes an empty list of ints for one of tensors, and wants as many gradients.
     no_biased: list[None] | None = None if ctx.biased else []
     return dx, dws, dbs, no_biased, None, None, None, None, None

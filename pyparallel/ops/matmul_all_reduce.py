@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from pyparallel.ops.checks import Misfits, check_floats, check_linear
 from pyparallel.ops.groups import group_name, seat_of
-from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 
 __all__ = ["matmul_all_reduce"]
@@ -68,9 +68,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-    rows = dy.reshape(-1, dy.shape[-1])
+    rows = rows_of(dy)
     dx = dy @ weight if needs_x else None
-    dw = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_w else None
+    dw = rows.t() @ rows_of(x) if needs_w else None
     return dx, dw, rows.sum(0) if needs_b else None, None
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from pyparallel.ops.all_reduce_rms_norm import check_norm, rms_norm, rms_norm_backward
 from pyparallel.ops.checks import Misfits, check_floats, check_linear
 from pyparallel.ops.groups import group_name, seat_of
-from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 
 __all__ = ["matmul_all_reduce_rms_norm"]
@@ -99,9 +99,9 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Any, ...]
     d_sum, d_norm = rms_norm_backward(h, norm_weight, ctx.eps, dy, dh)
     if d_sum is None:
         return (None,) * 7
-    rows = d_sum.reshape(-1, d_sum.shape[-1])
+    rows = rows_of(d_sum)
     dx = d_sum @ weight if needs_x else None
-    dw = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_w else None
+    dw = rows.t() @ rows_of(x) if needs_w else None
     return dx, dw, rows.sum(0) if needs_b else None, d_sum, d_norm, None, None
 
 

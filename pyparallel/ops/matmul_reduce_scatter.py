@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from pyparallel.ops.checks import Misfits, check_floats, check_linear, dim_of, sizes_of_whole
 from pyparallel.ops.groups import Seat, group_name, seat_of
-from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 
 __all__ = ["matmul_reduce_scatter"]
@@ -138,10 +138,9 @@ def _backward(ctx: Any, dy_shard: Tensor) -> tuple[Any, ...]:
             dxs[i] = dx
     else:
         dy = library_op("all_gather")(dy_shard, ctx.group, ctx.dim, ctx.sizes)
-    rows = dy.reshape(-1, dy.shape[-1])
+    rows = rows_of(dy)
     dws = [
-        rows.t() @ x.reshape(-1, x.shape[-1]) if needed else None
-        for x, needed in zip(xs, needs_ws, strict=True)
+        rows.t() @ rows_of(x) if needed else None for x, needed in zip(xs, needs_ws, strict=True)
     ]
     db = rows.sum(0) if needs_bias else None
     return dxs, dws, db, dy if needs_addend else None, None, None, None
