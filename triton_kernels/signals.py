@@ -60,7 +60,7 @@ if INTERPRETED.value:
         return tl.full((), time.monotonic_ns(), tl.int64)
 
     def _pause(polls):
-        time.sleep(0 if polls < 4 else 0.0003)  # the peers may need this core
+        time.sleep(0 if polls < 4 else 0.003)  # the peers may need this core
 
     def fence_descriptor_reads():
         pass
