@@ -9,6 +9,7 @@ The whole has no padding, no copies, and fused parts under their own names. What
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -117,11 +118,15 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         raise InvalidArgument(problem)
     state: dict[str, Tensor] = {}
     done: dict[int, list[Tensor]] = {}
-    for entry in entries:
-        pieces = done.get(id(entry.tensor))
-        if pieces is None:
-            pieces = done[id(entry.tensor)] = _gathered(entry)
-        state.update(zip(entry.keys, pieces, strict=True))
+    for _, of_module in itertools.groupby(entries, key=lambda entry: id(entry.module)):
+        named: list[list[tuple[str, Tensor]]] = []
+        for entry in of_module:
+            pieces = done.get(id(entry.tensor))
+            if pieces is None:
+                pieces = done[id(entry.tensor)] = _gathered(entry)
+            named.append(list(zip(entry.keys, pieces, strict=True)))
+        for of_part in itertools.zip_longest(*named):  # weight, bias of the first part; of the next
+            state.update(pair for pair in of_part if pair is not None)
     return state
 
 
