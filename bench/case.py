@@ -66,6 +66,12 @@ class Row:
     note: str = ""
     busy: bool = False  # something else kept every core busy
     crowded: bool = False  # fewer cores than ranks
+    size: str = ""  # of the case, where it is no number of bytes
+    parts: dict[str, float] = field(default_factory=dict)  # figures beside the times, by name
+
+    @property
+    def size_text(self) -> str:
+        return self.size or (format_bytes(self.bytes) if self.bytes else "")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -110,3 +116,12 @@ def parse_bytes(text: str) -> int:
     if not digits.isdigit() or int(digits) == 0:
         raise ValueError(f"size {text!r}: want a positive number with K, M or G, such as 4K or 64M")
     return int(digits) * scale
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """ "16x1024x4096" -> M, N, K of the whole op."""
+    parts = text.strip().lower().split("x")
+    if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
+        raise ValueError(f"shape {text!r}: want M x N x K, such as 16x1024x4096")
+    m, n, k = map(int, parts)
+    return m, n, k

@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import machine, providers, report, runner
-from bench.case import LONG, Outcome, parse_bytes
+from bench.case import LONG, Outcome, parse_bytes, parse_shape
+from bench.gemm_case import OPS as GEMM_OPS
 from bench.ops import DESCRIPTIONS, OPS
 from bench.options import Options
+from bench.report.summary import show_summary
 from bench.report.table import show
-from bench.suites import SUITES, TABLES, suite, table
+from bench.suites import ONE_WORLD, SUITES, TABLES, WEIGHTS, suite, table
 
-QUICK_SECONDS = 110.0  # for the cases of all world sizes of one suite together
+QUICK_SECONDS = 110.0  # for the cases of all suites and world sizes together
 MOST_RANKS = 8  # of a run that names no world sizes: each rank holds buffers and a torch of its own
 METHOD = (
     "Inputs are random; each side is verified against float64 on all ranks before it is timed. "
@@ -60,9 +63,17 @@ def parser() -> argparse.ArgumentParser:
         help="beyond stock PyTorch; limit is a plain copy-and-add in C++ (on where a compiler is)",
     )
     out.add_argument(
-        "--op", nargs="+", default=[], choices=OPS, metavar="OP", help=", ".join(DESCRIPTIONS)
+        "--op",
+        nargs="+",
+        default=[],
+        choices=(*OPS, *GEMM_OPS),
+        metavar="OP",
+        help=", ".join([*DESCRIPTIONS, *GEMM_OPS]),
     )
     out.add_argument("--size", nargs="+", default=[], type=parse_bytes, metavar="BYTES")
+    out.add_argument(
+        "--shape", nargs="+", default=[], type=parse_shape, metavar="MxNxK", help="of suite gemm"
+    )
     out.add_argument("--dtype", nargs="+", default=[], choices=LONG)
     out.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     out.add_argument("--busy", action="store_true", help="with an endless loop on every core")
@@ -87,7 +98,6 @@ def options_from(arguments: argparse.Namespace) -> Options:
         raise ValueError(f"--peer {peers[0]} moves CPU memory: leave it out with --device cuda")
     if arguments.device == "cpu" and "limit" not in peers and not providers.missing("limit"):
         peers.append("limit")
-    seconds = arguments.seconds or (QUICK_SECONDS / len(worlds) if arguments.quick else 0.0)
     if cuda and (gpus := _gpus()) < max(worlds):
         raise ValueError(f"--device cuda: {max(worlds)} ranks need a GPU each; torch sees {gpus}")
     return Options(
@@ -95,17 +105,30 @@ def options_from(arguments: argparse.Namespace) -> Options:
         worlds=worlds,
         ops=tuple(arguments.op),
         sizes=tuple(arguments.size),
+        shapes=tuple(arguments.shape),
         dtypes=tuple(LONG[d] for d in arguments.dtype),
         peers=tuple(peers),
         device=arguments.device,
         busy=arguments.busy,
-        seconds=seconds,
+        seconds=arguments.seconds or 0.0,
         timeout=arguments.timeout,
     )
 
 
+def for_suite(name: str, names: Sequence[str], options: Options, worlds_named: bool) -> Options:
+    """A quick run's part of the time, and of the world sizes, for one of the suites it runs."""
+    if not options.quick:
+        return options
+    worlds = options.worlds
+    if name in ONE_WORLD and not worlds_named:
+        worlds = worlds[:1]
+    part = WEIGHTS[name] / sum(WEIGHTS[n] for n in names)
+    seconds = options.seconds or QUICK_SECONDS * part / len(worlds)
+    return replace(options, worlds=worlds, seconds=seconds)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     arguments = parser().parse_args(argv)
     try:
         options = options_from(arguments)
@@ -120,11 +143,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = [problem for name in tables for problem in table(name).report(console)]
     if not names:
         return 1 if wrong else 0
-    outcome = measure(names, options, console)
+    named = arguments.world is not None
+    plan = [(name, for_suite(name, names, options, named)) for name in names]
+    outcome = measure(plan, options, console)
     outcome.problems += wrong
     written = report.write(outcome, arguments.out)
     show(outcome, console)
-    console.print(f"written: {', '.join(str(path) for path in written)}", soft_wrap=True)
+    show_summary(outcome, written, console)
     return 0 if outcome.ok else 1
 
 
@@ -149,7 +174,7 @@ def _missing(names: Sequence[str], options: Options) -> list[str]:
     return [text for name in sorted(used) if (text := providers.missing(name))]
 
 
-def measure(names: Sequence[str], options: Options, console: Console) -> Outcome:
+def measure(plan: Sequence[tuple[str, Options]], options: Options, console: Console) -> Outcome:
     outcome = Outcome({**machine.describe(), "method": METHOD, "options": options.to_json()})
     started = time.monotonic()
     with Progress(
@@ -159,8 +184,8 @@ def measure(names: Sequence[str], options: Options, console: Console) -> Outcome
         TimeElapsedColumn(),
         console=console,
     ) as progress:
-        for name in names:
-            rows, problems = runner.run(name, options, _Display(progress, name))
+        for name, chosen in plan:
+            rows, problems = runner.run(name, chosen, _Display(progress, name))
             outcome.rows += rows
             outcome.problems += problems
     outcome.meta["seconds"] = round(time.monotonic() - started, 1)

@@ -1,4 +1,8 @@
-"""One case from start to rows: buffers, verification on all ranks, timing, pairing."""
+"""One case from start to rows: buffers, verification on all ranks, timing, pairing.
+
+`Trials` is what every kind of contest shares; `Contest` is that of buffers and collectives, and
+call_contest.py has that of calls with inputs and outputs.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +46,67 @@ class Trial:
 
 
 @dataclass
-class Contest:
-    """The contestants of one rank and the page they share with the other ranks."""
+class Trials:
+    """The contestants of one rank, the page they share with the other ranks, the last case."""
 
     page: Page
     providers: Mapping[str, Provider]
     device: torch.device
     suite: str
     busy: bool
+    trials: dict[str, Trial] = field(default_factory=dict, init=False)
+
+    def wrong_peers(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
+        """Why peers failed in the last case; a wrong peer is no measure of anything."""
+        peers = dict.fromkeys(peer for _, peer in pairs)
+        return [self.trials[p].reason for p in peers if self.trials[p].failed()]
+
+    def agree_on_failure(self, trial: Trial, unsupported: str, problem: str) -> bool:
+        state = 2.0 if problem else 1.0 if unsupported else 0.0
+        worst = max(row[0] for row in self.page.exchange([state]))
+        if worst == 0.0:
+            return False
+        texts = self.page.exchange_text(problem or unsupported)
+        reasons = sorted({t for t in texts if t})
+        trial.verified = False
+        if worst == 1.0:
+            trial.run = None
+            trial.reason = "; ".join(reasons)
+        else:
+            trial.run = trial.run or (lambda n: None)
+            trial.reason = f"{trial.provider.name} FAILED: " + "; ".join(reasons)
+        return True
+
+    def settle(self, trial: Trial, worst: Verdict, limit: float, same: bool) -> None:
+        """All ranks' verdicts make the trial's. Collective."""
+        found = self.page.exchange([worst.error, limit, float(worst.ok)])
+        trial.error = max(row[0] for row in found)
+        trial.limit = max(row[1] for row in found)
+        trial.verified = all(row[2] for row in found) and same
+        if not trial.verified:
+            text = f"error {worst.error:.3g} > {worst.bound:.3g} at {worst.where}"
+            wrong = [
+                f"rank {r}: {said}"
+                for r, said in enumerate(self.page.exchange_text("" if worst.ok else text))
+                if said
+            ]
+            if not same:
+                wrong.append("ranks hold different bits")
+            trial.reason = f"{trial.provider.name} WRONG: " + "; ".join(wrong)
+
+    @staticmethod
+    def summary(trial: Trial) -> Summary | None:
+        if not trial.verified or trial.timed is None or not trial.timed.samples:
+            return None
+        return summarize(trial.timed.samples, trial.timed.calls)
+
+
+@dataclass
+class Contest(Trials):
+    """The contest of collectives, on buffers."""
+
     seed: int = 0
     _inputs: dict[str, Inputs] = field(default_factory=dict)
-    _trials: dict[str, Trial] = field(default_factory=dict)
 
     def run(self, case: Case, pairs: Sequence[tuple[str, str]], budget: Budget) -> list[Row]:
         """Rows for (ours, peer) pairs of provider names. Collective over the ranks."""
@@ -77,18 +131,13 @@ class Contest:
         if case.nbytes <= _RECHECK_BYTES:
             for trial in ready:
                 self._verify(case, plan, sets, inputs, trial)
-        self._trials = trials
+        self.trials = trials
         return [
             self._row(case, plan, trials, ours, peer)
             for ours, peer in pairs
             if case.op not in trials[ours].provider.lacks
             if peer not in OPTIONAL_PEERS or trials[peer].run is not None
         ]
-
-    def wrong_peers(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
-        """Why peers failed in the last case; a wrong peer is no measure of anything."""
-        peers = dict.fromkeys(peer for _, peer in pairs)
-        return [self._trials[p].reason for p in peers if self._trials[p].failed()]
 
     def _inputs_of(self, dtype: str) -> Inputs:
         if dtype not in self._inputs:
@@ -147,7 +196,7 @@ class Contest:
             unsupported = str(error)
         except Exception as error:  # any failure of a contestant is a result, not our crash
             problem = f"{type(error).__name__}: {error}"
-        if self._agree_on_failure(trial, unsupported, problem):
+        if self.agree_on_failure(trial, unsupported, problem):
             return
         limit = bound(getattr(torch, case.dtype), case.world, trial.provider.wide_sum)
         worst = Verdict(0.0, 0.0, 0)
@@ -159,44 +208,15 @@ class Contest:
             sums = self.page.exchange([verdict.checksum])
             same = same and (not plan.same_everywhere or len({s[0] for s in sums}) == 1)
             exact = max(exact, verdict.bound)
-        found = self.page.exchange([worst.error, exact, float(worst.ok)])
-        trial.error = max(row[0] for row in found)
-        trial.limit = max(row[1] for row in found)
-        trial.verified = all(row[2] for row in found) and same
-        if not trial.verified:
-            text = f"error {worst.error:.3g} > {worst.bound:.3g} at {worst.where}"
-            wrong = [
-                f"rank {r}: {said}"
-                for r, said in enumerate(self.page.exchange_text("" if worst.ok else text))
-                if said
-            ]
-            if not same:
-                wrong.append("ranks hold different bits")
-            trial.reason = f"{trial.provider.name} WRONG: " + "; ".join(wrong)
-
-    def _agree_on_failure(self, trial: Trial, unsupported: str, problem: str) -> bool:
-        state = 2.0 if problem else 1.0 if unsupported else 0.0
-        worst = max(row[0] for row in self.page.exchange([state]))
-        if worst == 0.0:
-            return False
-        texts = self.page.exchange_text(problem or unsupported)
-        reasons = sorted({t for t in texts if t})
-        trial.verified = False
-        if worst == 1.0:
-            trial.run = None
-            trial.reason = "; ".join(reasons)
-        else:
-            trial.run = trial.run or (lambda n: None)
-            trial.reason = f"{trial.provider.name} FAILED: " + "; ".join(reasons)
-        return True
+        self.settle(trial, worst, exact, same)
 
     def _row(
         self, case: Case, plan: Layout, trials: Mapping[str, Trial], ours: str, peer: str
     ) -> Row:
         mine, theirs = trials[ours], trials[peer]
-        ours_us = self._summary(mine)
-        peer_us = self._summary(theirs)
-        bound_us = self._summary(trials["limit"]) if "limit" in trials else None
+        ours_us = self.summary(mine)
+        peer_us = self.summary(theirs)
+        bound_us = self.summary(trials["limit"]) if "limit" in trials else None
         notes = [mine.reason, theirs.reason, theirs.provider.note(case) if peer_us else ""]
         shares = plan.out_splits or plan.in_splits
         return Row(
@@ -221,9 +241,3 @@ class Contest:
             busy=self.busy,
             crowded=case.world > usable_cores(),
         )
-
-    @staticmethod
-    def _summary(trial: Trial) -> Summary | None:
-        if not trial.verified or trial.timed is None or not trial.timed.samples:
-            return None
-        return summarize(trial.timed.samples, trial.timed.calls)

@@ -12,6 +12,7 @@ class Options:
     worlds: tuple[int, ...] = ()
     ops: tuple[str, ...] = ()  # empty: all
     sizes: tuple[int, ...] = ()  # empty: the suite's own
+    shapes: tuple[tuple[int, int, int], ...] = ()  # (M, N, K); empty: the suite's own
     dtypes: tuple[str, ...] = ()  # empty: all
     peers: tuple[str, ...] = ()  # beyond stock PyTorch
     device: str = "cpu"
@@ -29,4 +30,5 @@ class Options:
     def from_json(data: dict[str, Any]) -> Options:
         for key in ("worlds", "ops", "sizes", "dtypes", "peers"):
             data[key] = tuple(data[key])
+        data["shapes"] = tuple(tuple(shape) for shape in data["shapes"])
         return Options(**data)

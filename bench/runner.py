@@ -34,7 +34,10 @@ def run(name: str, options: Options, report: Report) -> Found:
     rows: list[Row] = []
     problems: list[str] = []
     for world in options.worlds:
-        peers = tuple(p for p in options.peers if p != "limit" or _limit_runs(options, world))
+        used = {p for pair in suite(name).pairs(options) for p in pair}
+        peers = tuple(p for p in options.peers if p in used)
+        if not _limit_runs(options, world):
+            peers = tuple(p for p in peers if p != "limit")
         try:
             found, wrong = _run_world(name, replace(options, peers=peers), world, report)
         except RuntimeError as error:

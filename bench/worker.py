@@ -63,10 +63,14 @@ def _run(spec: dict[str, Any], options: Options, rank: int, page: Page, events: 
     module = suite(spec["suite"])
     cases = module.cases(options, spec["world"])
     pairs = module.pairs(options)
-    names = list(dict.fromkeys(name for pair in pairs for name in pair))
+    beside = module.parts(options) if hasattr(module, "parts") else ()
+    names = list(dict.fromkeys([*(name for pair in pairs for name in pair), *beside]))
     events.write(kind="total", cases=len(cases))
     with _opened(names, options, setup) as found:
-        contest = Contest(page, found, device, spec["suite"], options.busy, options.seed)
+        if hasattr(module, "contest"):
+            contest = module.contest(page, found, device, spec["suite"], options)
+        else:
+            contest = Contest(page, found, device, spec["suite"], options.busy, options.seed)
         # Ranks take their time to import and to build; a first meeting that may last.
         page.exchange([float(rank)])
         most = BUSY_SECONDS if options.busy else SECONDS

@@ -48,6 +48,15 @@ PROVIDERS: dict[str, Entry] = {
     "deepspeed": Entry(
         "bench.providers.deepspeed:DeepSpeed", ("deepspeed",), mend="pip install deepspeed"
     ),
+    "ops": Entry(
+        "bench.providers.gemm:Ops",
+        ("pyparallel._torch",),
+        mend="build it: pip install -e . in an environment that has torch",
+    ),
+    "stock_gemm": Entry("bench.providers.gemm:Stock", ("torch",)),
+    "gemm": Entry("bench.providers.gemm:GemmAlone", ("torch",)),
+    "collective": Entry("bench.providers.gemm:CollectiveAlone", ("torch",)),
+    "symm_mem": Entry("bench.providers.gemm:SymmMem", ("torch",)),
     "limit": Entry(
         "bench.providers.limit:Limit", programs=("c++",), mend="install a C++17 compiler"
     ),

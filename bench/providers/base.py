@@ -54,6 +54,7 @@ class Provider:
 
     name = ""
     wide_sum = False  # whether 16-bit floats are added up in float32
+    stock = False  # whether it is what PyTorch alone gives
     lacks: tuple[str, ...] = ()  # ops that there is no such thing as: no row
 
     def __init__(self, setup: Setup) -> None:

@@ -17,8 +17,8 @@ from bench.providers.base import Buffers, Provider, Setup
 
 Call = Callable[[], object]
 # Newer torch has new names for these two and warns at each call of the old ones.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TorchDistributed(Provider):
@@ -41,14 +41,14 @@ class TorchDistributed(Provider):
         return lambda: dist.reduce(b.x, ROOT, group=self.group)
 
     def reduce_scatter(self, case: Case, b: Buffers) -> Call:
-        return lambda: _reduce_scatter_flat(b.y, b.x, group=self.group)
+        return lambda: reduce_scatter_flat(b.y, b.x, group=self.group)
 
     def reduce_scatter_uneven(self, case: Case, b: Buffers) -> Call:
         parts = b.x_parts()
         return lambda: dist.reduce_scatter(b.y, parts, group=self.group)
 
     def all_gather(self, case: Case, b: Buffers) -> Call:
-        return lambda: _all_gather_flat(b.y, b.x, group=self.group)
+        return lambda: all_gather_flat(b.y, b.x, group=self.group)
 
     def all_gather_uneven(self, case: Case, b: Buffers) -> Call:
         parts = b.y_parts()
@@ -134,7 +134,7 @@ class Gloo(TorchDistributed):
 
         def call() -> None:
             filled.copy_(b.x)
-            _all_gather_flat(gathered, padded, group=self.group)
+            all_gather_flat(gathered, padded, group=self.group)
             for output, part in zip(outputs, wanted, strict=True):
                 output.copy_(part)
 

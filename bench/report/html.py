@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from bench.case import SHORT, Outcome, Row, Summary, format_bytes
+from bench.case import SHORT, Outcome, Row, Summary
 from bench.report.plots import Chart
 from bench.report.table import (
+    columns,
+    figure,
     format_error,
     format_us,
     groups,
@@ -74,14 +76,15 @@ def _plain(value: object) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    heads = ["op", "size", "dtype", "called"]
-    numbers = ["ours us", "p10..p90", "peer us", "p10..p90", "speed-up", "error / bound"]
+    heads, figures = ["op", "size", "dtype", "called"], columns(rows)
+    numbers = [*figures, "ours us", "p10..p90", "peer us", "p10..p90", "speed-up", "error / bound"]
     head = "".join(f"<th>{h}</th>" for h in heads)
     head += "".join(f'<th class="n">{h}</th>' for h in numbers) + "<th>note</th>"
     lines = []
     for row in rows:
-        text = [row.op, format_bytes(row.bytes) if row.bytes else "", SHORT[row.dtype], row.api]
+        text = [row.op, row.size_text, SHORT[row.dtype], row.api]
         cells = "".join(f"<td>{escape(t)}</td>" for t in text)
+        cells += "".join(f'<td class="n">{escape(figure(row, f))}</td>' for f in figures)
         for summary in (row.ours_us, row.peer_us):
             cells += f'<td class="n">{_median(summary)}</td>'
             cells += f'<td class="n dim">{_spread(summary)}</td>'

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.case import SHORT, Outcome, Row, Summary, format_bytes
 from bench.report.json import read_json
-from bench.report.table import format_us, groups, in_order
+from bench.report.table import columns, figure, format_us, groups, in_order
 from bench.stats import geometric_mean
 from bench.targets import target
 
@@ -63,22 +63,25 @@ def _doors(rows: Sequence[Row]) -> list[str]:
         mean = geometric_mean([r.speedup for r in mine if r.speedup])
         text = f"{least.speedup:.1f}x (goal {target(least) or 1:g}x)"
         if len(mine) > 1:
-            what = f"{least.op} {format_bytes(least.bytes)} {SHORT[least.dtype]}"
+            what = f"{least.op} {least.size_text} {SHORT[least.dtype]}"
             text = f"mean {mean:.1f}x, least {text}: {what}"
         cells.append(text)
     return cells
 
 
 def rows_table(rows: Sequence[Row]) -> str:
-    lines = [["op", "size", "dtype", "called", "ours us (p10..p90)", "peer us (p10..p90)", "ratio"]]
+    figures = columns(rows)
+    times = ["ours us (p10..p90)", "peer us (p10..p90)", "ratio"]
+    lines = [["op", "size", "dtype", "called", *figures, *times]]
     for row in in_order(rows):
         ratio = f"{row.speedup:.2f}x" if row.speedup else "-"
         goal = target(row)
         if row.speedup and goal and row.speedup < goal:
             ratio = f"**{ratio}** (goal {goal:g})"
-        size = format_bytes(row.bytes) if row.bytes else ""
+        between = [figure(row, name) for name in figures]
         times = [_timing(row.ours_us), _timing(row.peer_us)]
-        lines.append([row.op, size, SHORT[row.dtype], row.api, *times, ratio])
+        start = [row.op, row.size_text, SHORT[row.dtype], row.api]
+        lines.append([*start, *between, *times, ratio])
     return _table(lines)
 
 

@@ -23,8 +23,13 @@ _COLORS = {
     "mpich": "#7768ae",
     "deepspeed": "#d98e04",
     "limit": "#555555",
+    "ops": "#0b6e4f",
 }
-_LABELS = {"direct": "ours, direct", "torch.distributed": "ours, torch.distributed"}
+_LABELS = {
+    "ops": "ours, one call",
+    "direct": "ours, direct",
+    "torch.distributed": "ours, torch.distributed",
+}
 
 
 @dataclass(frozen=True)
@@ -36,18 +41,23 @@ class Chart:
 
 
 def charts(rows: Sequence[Row]) -> list[Chart]:
-    """One overview and one page of curves per world size and dtype that was timed."""
+    """One overview for each suite, world size and dtype that was timed, and one page of curves."""
     found = []
-    for world in sorted({row.world_size for row in rows}):
-        for dtype in dict.fromkeys(row.dtype for row in rows):
-            some = [r for r in rows if r.world_size == world and r.dtype == dtype and r.speedup]
-            if not some:
-                continue
-            suffix = f"{SHORT[dtype]}_world{world}"
-            title = f"{SHORT[dtype]}, {world} ranks"
-            found.append(_render(f"speedup_{suffix}", f"Speed-up, {title}", _overview(some)))
-            if any(row.bytes for row in some):
-                found.append(_render(f"time_{suffix}", f"Time per call, {title}", _curves(some)))
+    keys = {(r.suite, r.world_size, r.dtype): None for r in rows}
+    for suite, world, dtype in sorted(keys, key=lambda key: key[1]):
+        some = [r for r in rows if (r.suite, r.world_size, r.dtype) == (suite, world, dtype)]
+        some = [r for r in some if r.speedup]
+        if not some:
+            continue
+        prefix = "" if suite == "collectives" else f"{suite}_"
+        suffix = f"{SHORT[dtype]}_world{world}"
+        title = f"{suite}, {SHORT[dtype]}, {world} ranks"
+        name = f"{prefix}speedup_{suffix}"
+        found.append(_render(name, f"Speed-up, {title}", _overview(some)))
+        if any(row.bytes and not row.size for row in some):
+            found.append(
+                _render(f"{prefix}time_{suffix}", f"Time per call, {title}", _curves(some))
+            )
     return found
 
 
@@ -66,18 +76,22 @@ def _render(name: str, title: str, figure: Figure) -> Chart:
 def _overview(rows: Sequence[Row]) -> Figure:
     """Horizontal bars of the speed-up against stock PyTorch, logarithmic."""
     stock = [r for r in rows if r.peer in ("gloo", "nccl")] or list(rows)
-    lines = list(dict.fromkeys((r.op, r.bytes) for r in stock))
-    lines.sort(key=lambda line: (line[0], line[1]))
+    sized = {(r.op, r.size_text): (r.op, r.shape if r.size else [r.bytes]) for r in stock}
+    lines = sorted(sized, key=lambda line: sized[line])
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.26 * len(lines)), layout="constrained")
-    for shift, api in ((-0.2, "direct"), (0.2, "torch.distributed")):
-        mine = {(r.op, r.bytes): r.speedup for r in stock if r.api == api}
+    apis = list(dict.fromkeys(r.api for r in stock))
+    shifts = (-0.2, 0.2) if len(apis) > 1 else (0.0,)
+    for shift, api in zip(shifts, apis, strict=False):
+        mine = {(r.op, r.size_text): r.speedup for r in stock if r.api == api}
         places = [(i + shift, mine[line]) for i, line in enumerate(lines) if mine.get(line)]
         if places:
             y, width = zip(*places, strict=True)
             lengths = [w - 1 for w in width]
-            axes.barh(y, lengths, height=0.38, left=1, color=_COLORS[api], label=_LABELS[api])
+            axes.barh(
+                y, lengths, height=0.38, left=1, color=_COLORS.get(api), label=_LABELS.get(api, api)
+            )
     axes.set_yticks(range(len(lines)))
-    axes.set_yticklabels([f"{op} {format_bytes(size) if size else ''}" for op, size in lines])
+    axes.set_yticklabels([f"{op} {size}" for op, size in lines])
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(ScalarFormatter())

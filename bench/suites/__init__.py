@@ -1,6 +1,8 @@
 """What `python -m bench` runs, by name.
 
-A suite starts ranks and times them: a module with TITLE, cases(options, world) and pairs(options).
+A suite starts ranks and times them: a module with TITLE, cases(options, world), pairs(options).
+One whose cases are calls (call_contest.py) has `contest` too, and may have parts(options):
+providers that are timed beside the pairs. Its weight is its part of the time of a quick run.
 A table starts none: a module with TITLE and report(console), which prints it and gives a list of
 what is wrong; it runs only when it is named.
 """
@@ -10,7 +12,9 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-SUITES = {"collectives": "bench.suites.collectives"}
+SUITES = {"collectives": "bench.suites.collectives", "gemm": "bench.suites.gemm"}
+WEIGHTS = {"collectives": 3.0, "gemm": 2.0}
+ONE_WORLD = ("gemm",)  # a quick run of these has the first of its world sizes only
 TABLES = {"model": "bench.model"}
 
 

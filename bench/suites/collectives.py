@@ -22,7 +22,7 @@ P2P = ("send_recv", "exchange")
 def cases(options: Options, world: int) -> list[Case]:
     """Largest first: what they take beyond their share of the time is then known early."""
     found = []
-    for op in options.ops or OPS:
+    for op in [o for o in OPS if not options.ops or o in options.ops]:
         if world < 2 and op in P2P:
             continue
         if op == "barrier":

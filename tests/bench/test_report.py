@@ -16,8 +16,9 @@ from bench.case import Outcome, Row, Summary
 from bench.report import plots
 from bench.report.json import read_json, write_json
 from bench.report.markdown import result
+from bench.report.summary import show_summary, worst
 from bench.report.table import show
-from bench.targets import target
+from bench.targets import GROUP_GOALS, missed, target
 
 SCHEMA = {  # the fields that other tools may rely on, with their types
     "suite": str,
@@ -93,8 +94,9 @@ def test_page_needs_nothing_beside_it_and_escapes(tmp_path: Path) -> None:
 
 
 def printed(found: Outcome) -> str:
-    console = Console(file=io.StringIO(), width=150)
+    console = Console(file=io.StringIO(), width=160)
     show(found, console)
+    show_summary(found, [], console)
     stream = console.file
     assert isinstance(stream, io.StringIO)
     return stream.getvalue()
@@ -177,3 +179,66 @@ def test_a_run_beside_other_programs_says_so(tmp_path: Path) -> None:
     assert "simd avx2 avx512f" in page
     loaded.meta["machine"]["load_at_start"] = 0.5
     assert "at the start" not in printed(loaded)
+
+
+def gemm_row(**changes: object) -> Row:
+    fields: dict[str, object] = {
+        "suite": "gemm",
+        "op": "matmul_all_reduce",
+        "api": "ops",
+        "shape": [16, 1024, 1024],
+        "size": "16 x 1024 x 1024",
+        "peer": "matmul+gloo",
+        "speedup": 1.5,
+        "parts": {"gemm": 20.0, "collective": 300.0, "sum": 320.0, "exposed %": 12.4},
+    }
+    return row(**{**fields, **changes})
+
+
+def test_figures_beside_the_times_have_columns_in_every_form(tmp_path: Path) -> None:
+    found = outcome(gemm_row(), gemm_row(shape=[1, 8, 8], size="1 x 8 x 8", parts={}))
+    found.meta.update(command="python -m bench", commit="abc", date="2026-01-02T03:04:05")
+    found.meta["machine"].update(virtual=True, load_at_start=0.1)
+    names = [path.name for path in report.write(found, tmp_path)]
+    assert "gemm_speedup_fp32_world2.png" in names
+    assert not any("time" in name for name in names)
+    markdown = result(write_json(found, tmp_path / "x.json"))
+    for text in (printed(found), (tmp_path / "bench.html").read_text(), markdown):
+        for part in ("gemm", "collective", "sum", "exposed %", "12 %", "320", "16 x 1024 x 1024"):
+            assert part in text
+    assert markdown.index("1 x 8 x 8") < markdown.index("16 x 1024 x 1024")
+    assert read_json(tmp_path / "bench.json").rows[0].parts["sum"] == 320.0
+
+
+def test_goals_of_the_gemm_suite() -> None:
+    assert target(gemm_row()) == 1.0
+    assert missed(gemm_row(speedup=0.99))
+    assert not missed(gemm_row(speedup=None))
+    (goal,) = GROUP_GOALS
+    decode = [gemm_row(speedup=4.0), gemm_row(speedup=1.0)]
+    others = [
+        gemm_row(speedup=0.1, shape=[128, 1024, 1024]),
+        gemm_row(speedup=0.1, op="matmul_reduce_scatter"),
+        gemm_row(speedup=0.1, crowded=True),
+        row(),
+    ]
+    assert goal.found([*decode, *others]) == pytest.approx(2.0)
+    assert goal.found(others) is None
+
+
+def test_the_summary_has_the_worst_rows_first_and_says_what_was_met() -> None:
+    wrong = gemm_row(verified=False, speedup=None, note="rank 1: off")
+    slow = gemm_row(speedup=0.7, size="4 x 4 x 4")
+    rows = [row(), row(speedup=39.0), gemm_row(), slow, wrong]
+    assert worst(rows)[:3] == [wrong, slow, rows[1]]
+    text = printed(outcome(*rows))
+    assert "NOT VERIFIED: rank 1: off" in text
+    assert "4 x 4 x 4 fp32 x2, ops against matmul+gloo: 0.70x (goal 1)" in text
+    assert "(decode): 1.02x together (goal 1.3)" in text
+    lines = [line for line in text.splitlines() if line.startswith("\u2502")]
+    (sums,) = (line.split("\u2502")[1:-1] for line in lines if line.startswith("\u2502gemm "))
+    assert [cell.strip() for cell in sums] == [
+        *("gemm", "matmul+gloo", "2", "3", "2", "1", "1", "1.02x", "0.70x"),
+    ]
+    assert "verdict: FAILED" in text
+    assert "written" not in text

@@ -9,8 +9,12 @@ import os
 import time
 from collections.abc import Callable
 
+import torch
+
 from bench.case import Case
+from bench.gemm_case import GemmCase, GemmInputs
 from bench.providers.base import Buffers, Setup, Unsupported
+from bench.providers.gemm import Stock
 from bench.providers.torch_distributed import Gloo
 
 
@@ -112,3 +116,25 @@ class Hangs(Gloo):
         if self.setup.rank == 1:
             time.sleep(60)
         return super().all_reduce(case, b)
+
+
+class AddsOnEachRank(Stock):
+    """A bias that every rank adds to its part, as if there were one rank."""
+
+    name = "adds"
+    stock = False
+
+    def matmul_all_reduce(self, case: GemmCase, i: GemmInputs) -> Callable[[], torch.Tensor]:
+        inner = super().matmul_all_reduce(case, i)
+        return lambda: inner() + self.setup.world
+
+
+class OwnBits(Stock):
+    """Right to the last bit but one, which is another on each rank."""
+
+    name = "bits"
+    stock = False
+
+    def matmul_all_reduce(self, case: GemmCase, i: GemmInputs) -> Callable[[], torch.Tensor]:
+        inner = super().matmul_all_reduce(case, i)
+        return lambda: inner() * (1.0 + self.setup.rank * 2.0**-23)
