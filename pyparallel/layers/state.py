@@ -138,7 +138,7 @@ def _gathered(entry: _Entry) -> list[Tensor]:
     partition = layout.partition
     sizes = [partition.local_size(rank) for rank in range(place.size)]
     shards = seat_of(place.name).engine.all_gather(tensor, layout.dim, sizes)
-    whole, differs = assemble(shards, layout.dim, partition, check=entry.keys[0])
+    whole, differs = assemble(shards, layout.dim, partition, check=", ".join(entry.keys))
     if differs:
         raise InvalidArgument(f"full_state_dict, group {place.name}: {differs}")
     pieces = layout.pieces(whole)

@@ -238,4 +238,4 @@ def test_what_does_not_fit_raises_on_all_ranks():
         assert "rank 2" in first[what]
     assert "only ranks [0, 1] agree with this one" in first["differ"]
     assert "only ranks [2] agree with this one" in last["differ"]
-    assert "rank 2's copy of v_proj.weight differs" in first["copies"]
+    assert "rank 2's copy of q_proj.weight, k_proj.weight, v_proj.weight" in first["copies"]
