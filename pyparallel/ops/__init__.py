@@ -15,16 +15,19 @@ from pyparallel.ops.collectives import (
     replicate,
     split,
 )
+from pyparallel.ops.explaining import Explanation, explain
 from pyparallel.ops.groups import group_name
 from pyparallel.ops.matmul_all_reduce import matmul_all_reduce
 from pyparallel.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from pyparallel.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 __all__ = [
+    "Explanation",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
     "all_reduce_rms_norm",
+    "explain",
     "gather",
     "group_name",
     "matmul_all_reduce",

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, log2
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,12 +26,15 @@ from pyparallel.ops.host import ALGORITHMS, predict_host
 from pyparallel.ops.model import OPS, Problem, predict
 from pyparallel.ops.rule import Point, Rule, default_path, load
 
-__all__ = ["Candidate", "Choice", "Chooser", "Policy", "algorithms", "chooser_of"]
+if TYPE_CHECKING:
+    from pyparallel.ops.groups import Seat
+
+__all__ = ["DTYPES", "Candidate", "Choice", "Chooser", "Policy", "algorithms", "chooser_of"]
 
 NOISE = 0.03  # a difference that two measurements of the same thing may have
 REACH = 3.0  # octaves, both shared sizes together, from a measured shape to one it speaks for
 PARTS = (512, 2048, 8192)  # sizes of a rank's part of the weight that the model is asked for
-_DTYPES = {
+DTYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8",
 }  # fmt: skip
@@ -124,11 +127,16 @@ def algorithms(op: str, device: str) -> Mapping[str, str]:
 class Chooser:
     """The choices of one group. Made without communication; the first choice is collective."""
 
-    def __init__(self, communicator: "Broadcaster | None", policy: "Policy | None" = None) -> None:
-        """`communicator` None: a group of one rank. `policy` given: nothing is broadcast."""
+    def __init__(
+        self,
+        communicator: "Broadcaster | None",
+        policy: "Policy | None" = None,
+        world: int | None = None,
+    ) -> None:
+        """`communicator` None: a group of `world` ranks (1) with nothing to broadcast through."""
         self._communicator = communicator
         self._policy = policy
-        self._world = communicator.world_size if communicator is not None else 1
+        self.world = world or (communicator.world_size if communicator is not None else 1)
         self._memo: dict[tuple[object, ...], Choice] = {}
 
     @property
@@ -170,19 +178,21 @@ class Chooser:
             if len(self._memo) > 4096:  # of shapes that never come back
                 self._memo.clear()
             found = self._memo[key] = _decide(
-                policy, self._world, op, m, shared, dtype, device, algorithm, dict(barred or {})
+                policy, self.world, op, m, shared, dtype, device, algorithm, dict(barred or {})
             )
         return found
 
 
-_choosers: "weakref.WeakKeyDictionary[Any, Chooser]" = weakref.WeakKeyDictionary()
+_choosers: "weakref.WeakKeyDictionary[Seat, Chooser]" = weakref.WeakKeyDictionary()
 
 
-def chooser_of(communicator: Any) -> Chooser:
-    """The chooser of a communicator, made at its first use and gone with it."""
-    found = _choosers.get(communicator)
+def chooser_of(seat: "Seat") -> Chooser:
+    """The chooser of a group, made at its first use and gone with its seat."""
+    found = _choosers.get(seat)
     if found is None:
-        found = _choosers[communicator] = Chooser(communicator)
+        engine: Any = seat.engine
+        through = getattr(engine, "communicator", None) or getattr(engine, "agreement", None)
+        found = _choosers[seat] = Chooser(through)
     return found
 
 
@@ -220,7 +230,7 @@ def _decide(
     barred: dict[str, str],
 ) -> Choice:
     known = algorithms(op, device)
-    name = _DTYPES.get(dtype)
+    name = DTYPES.get(dtype)
     if algorithm is not None:
         _check(op, device, algorithm, known, barred, "algorithm")
     override = _override(policy.override, op, device)

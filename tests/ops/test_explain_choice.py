@@ -19,12 +19,12 @@ from pyparallel.comm import Communicator
 from pyparallel.errors import InvalidArgument
 from pyparallel.ops import choosing, rule
 from pyparallel.ops.choosing import NOISE, Chooser, Policy, algorithms, chooser_of
+from pyparallel.ops.groups import seat_of
 from pyparallel.ops.host import ALGORITHMS, predict_host
 from pyparallel.ops.model import OPS, Problem
 from pyparallel.ops.rule import Point, Rule, load, machine_facts, save
 from tests.launch import run_ranks
 
-EMPTY = Policy((), "nothing measured", "", "")
 F32 = torch.float32
 
 
@@ -34,9 +34,7 @@ def point(us, op="matmul_all_reduce", m=16, n=1024, k=512, **changes):
 
 
 def chooser(*points, override="", machine="", world=2):
-    made = Chooser(None, Policy(tuple(points), "some points", override, machine))
-    made._world = world
-    return made
+    return Chooser(None, Policy(tuple(points), "some points", override, machine), world)
 
 
 class TestDecisions:
@@ -265,8 +263,8 @@ def _alike(rank, folder):
     found = []
     try:
         with Communicator.from_file(rank.rendezvous, rank.rank, rank.world_size) as comm:
-            chooser = chooser_of(comm)
-            assert chooser_of(comm) is chooser
+            chooser = chooser_of(seat_of(comm))
+            assert chooser_of(seat_of(comm)) is chooser
             before = comm.sequence
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
