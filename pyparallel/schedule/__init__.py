@@ -8,6 +8,7 @@ Knows nothing of torch.
 """
 
 from pyparallel.schedule.actions import NO_MICROBATCH, Action, Kind, Place
+from pyparallel.schedule.auto import auto_schedule
 from pyparallel.schedule.costs import Costs
 from pyparallel.schedule.errors import ScheduleError
 from pyparallel.schedule.generate import FAMILIES, Family, generate
@@ -34,6 +35,7 @@ __all__ = [
     "Simulation",
     "Span",
     "Unit",
+    "auto_schedule",
     "generate",
     "grid",
     "simulate",

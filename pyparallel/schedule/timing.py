@@ -16,7 +16,7 @@ from pyparallel.schedule.errors import ScheduleError
 from pyparallel.schedule.schedule import Schedule
 from pyparallel.schedule.units import Message, Unit, message, units
 
-__all__ = ["Timeline", "run", "run_meetings"]
+__all__ = ["Timeline", "durations", "run", "run_meetings"]
 
 _LONGEST_RATIO = 2**20  # how much shorter than the longest pass a pass may be where none may be 0
 
@@ -35,7 +35,7 @@ class Timeline:
     stuck: tuple[tuple[int, int], ...]
 
 
-def _durations(costs: StageCosts) -> dict[Kind, tuple[float, ...]]:
+def durations(costs: StageCosts) -> dict[Kind, tuple[float, ...]]:
     """Kind -> time by stage, of everything that keeps a rank busy."""
     return {
         Kind.FORWARD: costs.forward,
@@ -55,7 +55,7 @@ def run(schedule: Schedule, costs: Costs, positive: bool = False) -> Timeline:
             before anything that waits for it begins.
     """
     of_stage = costs.for_stages(schedule.stages)
-    busy = _durations(of_stage)
+    busy = durations(of_stage)
     if positive:
         longest = max((max(times) for times in busy.values()), default=0)
         floor = longest / _LONGEST_RATIO or 1
@@ -210,7 +210,7 @@ def run_meetings(schedule: Schedule, costs: Costs) -> Timeline:
     Messages of one meeting travel at once, in both directions; it takes as long as the longest.
     """
     of_stage = costs.for_stages(schedule.stages)
-    busy = _durations(of_stage)
+    busy = durations(of_stage)
     rows = units(schedule)
     done: dict[tuple[int, int, int], float] = {}
     at = [0] * schedule.ranks

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from pyparallel.schedule.actions import Action, Kind
 from pyparallel.schedule.costs import Costs
+from pyparallel.schedule.deadlock import explain_stuck
 from pyparallel.schedule.dependencies import crosses
 from pyparallel.schedule.errors import ScheduleError
 from pyparallel.schedule.schedule import Schedule
@@ -40,6 +41,9 @@ def with_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     if schedule.has_transfers:
         raise ScheduleError(f"{schedule.name} has transfers already; compute_only() takes them out")
     timeline = run(schedule, costs or Costs(), positive=True)
+    if timeline.stuck:
+        text, rank, position = explain_stuck(schedule, timeline.stuck)
+        raise ScheduleError(f"{schedule.name}: {text}", rank, position)
     entries: list[list[tuple[tuple[float, ...], Action]]] = [[] for _ in schedule.rows]
     for rank, row in enumerate(schedule.rows):
         for position, action in enumerate(row):

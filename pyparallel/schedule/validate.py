@@ -1,8 +1,8 @@
 """Whether a schedule is right: complete, possible, free of deadlock, within memory.
 
 From cheap to dear: each action by itself; every microbatch through every stage, once each way, on
-    one rank; sends and receives matched and in FIFO order; everything run to its end in the
-    strictest way, where a message needs both ranks at once, so that no transport can hang on it.
+one rank; sends and receives matched and in FIFO order; everything run to its end in the strictest
+way, where a message needs both ranks at once, so that no transport can hang on it.
 """
 
 from collections.abc import Iterator, Sequence
