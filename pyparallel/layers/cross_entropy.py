@@ -34,7 +34,6 @@ from pyparallel import ops
 from pyparallel.errors import InvalidArgument
 from pyparallel.layers.partition import Partition
 from pyparallel.layers.place import Place
-from pyparallel.ops.groups import group_name, seat_of
 from pyparallel.ops.library import rows_of
 
 __all__ = ["VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]
@@ -62,25 +61,26 @@ def vocab_parallel_cross_entropy(
     `partition`). Padded classes take no part: their probability and their gradient are zero.
     Gives the loss in fp32 (float64 for float64): [...] for "none", else []. "mean" of no row at all
     is NaN, as in torch. All ranks of `group` must call, with alike options; all get the same bits.
-    Raises ValueError on all ranks if shapes, dtypes, options or targets cannot be.
+    Raises ValueError on all ranks if shapes, dtypes, options or targets cannot be. In a compiled
+    graph use the module below, which has looked its group up before.
     """
-    seat = seat_of(group)
+    place = group if isinstance(group, Place) else Place(group)
     try:
-        partition = vocab if isinstance(vocab, Partition) else _even(vocab, seat.world_size)
-        _check(logits, target, partition, seat.rank, seat.world_size)
+        partition = vocab if isinstance(vocab, Partition) else _even(vocab, place.size)
+        _check(logits, target, partition, place.rank, place.size)
         _check_options(label_smoothing, z_loss, reduction)
         if not torch.compiler.is_compiling():
             _check_targets(target, partition.size, ignore_index)
     except (ValueError, TypeError) as error:
-        raise seat.refused("vocab_parallel_cross_entropy", error) from None
+        raise place.refused("vocab_parallel_cross_entropy", error) from None
     labels = target.reshape(-1)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         rows_of(logits),
         labels,
         partition.size,
-        partition.contiguous(seat.rank),
-        group_name(group),
-        seat.world_size,
+        partition.contiguous(place.rank),
+        place.name,
+        place.size,
         ignore_index,
         label_smoothing,
         z_loss,
@@ -122,7 +122,7 @@ class VocabParallelCrossEntropy(nn.Module):
             logits,
             target,
             self.partition,
-            self.place.name,
+            self.place,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,

@@ -104,7 +104,7 @@ class Sharded(nn.Module):
         )
         if whole.head.weight is whole.embed.weight:
             layers.tie(self.embed, self.head)
-        self.group = self.embed.place.name
+        self.group = group
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -113,11 +113,13 @@ class Sharded(nn.Module):
         return self.head(self.norm3(x))
 
     def loss(self, logits: Tensor, target: Tensor, smoothing: float, z: float) -> Tensor:
-        from pyparallel.layers import vocab_parallel_cross_entropy
+        loss_of = self.loss_of(smoothing, z)
+        return loss_of(logits, target)
 
-        return vocab_parallel_cross_entropy(
-            logits,
-            target,
+    def loss_of(self, smoothing: float, z: float) -> nn.Module:
+        from pyparallel.layers import VocabParallelCrossEntropy
+
+        return VocabParallelCrossEntropy(
             self.head.partition,
             self.group,
             ignore_index=IGNORED,
