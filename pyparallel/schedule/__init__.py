@@ -11,6 +11,7 @@ from pyparallel.schedule.actions import NO_MICROBATCH, Action, Kind, Place
 from pyparallel.schedule.auto import auto_schedule
 from pyparallel.schedule.costs import Costs
 from pyparallel.schedule.errors import ScheduleError
+from pyparallel.schedule.forms import FORMS, dumps, loads
 from pyparallel.schedule.generate import FAMILIES, Family, generate
 from pyparallel.schedule.grid import grid
 from pyparallel.schedule.schedule import Channel, Schedule
@@ -22,6 +23,7 @@ from pyparallel.schedule.validate import Report, validate
 
 __all__ = [
     "FAMILIES",
+    "FORMS",
     "NO_MICROBATCH",
     "Action",
     "Channel",
@@ -36,8 +38,10 @@ __all__ = [
     "Span",
     "Unit",
     "auto_schedule",
+    "dumps",
     "generate",
     "grid",
+    "loads",
     "simulate",
     "units",
     "validate",

@@ -258,33 +258,29 @@ def _check_fifo(schedule: Schedule) -> None:
 
 
 def _check_steps(schedule: Schedule) -> None:
-    """If there are reductions or steps: one per chunk each, after all its weight gradients, in
-    order."""
-    if all(action.kind.is_of_a_microbatch for row in schedule.rows for action in row):
-        return
-    for rank, row in enumerate(schedule.rows):
+    """Reductions and steps, if there are any: one per chunk, after all its weight gradients, and
+    the step after the reduction."""
+    present = {a.kind for row in schedule.rows for a in row if not a.kind.is_of_a_microbatch}
+    for rank, row in enumerate(schedule.rows if present else ()):
         complete = {a.stage: i for i, a in enumerate(row) if a.kind.gives_weight_gradient}
-        found: dict[tuple[Kind, int], int] = {}
+        found: set[tuple[Kind, int]] = set()
         for position, action in enumerate(row):
             if action.kind.is_of_a_microbatch:
                 continue
             if (action.kind, action.stage) in found:
                 _fail(schedule, rank, position, f"{action} has been done before")
             if position < complete.get(action.stage, 0):
-                last = row[complete[action.stage]]
-                _fail(
-                    schedule,
-                    rank,
-                    position,
-                    f"{action} comes before {last}, whose gradient it needs",
+                text = (
+                    f"{action} comes before {row[complete[action.stage]]}, whose gradient it needs"
                 )
+                _fail(schedule, rank, position, text)
             if action.kind is Kind.STEP and (Kind.REDUCE, action.stage) not in found:
                 _fail(schedule, rank, position, f"{action} comes before {action.stage}REDUCE")
-            found[action.kind, action.stage] = position
-        for stage in schedule.held[rank]:
-            for kind in (Kind.REDUCE, Kind.STEP):
-                if (kind, stage) not in found:
-                    text = f"{stage}{kind.code} is missing: every chunk has its reduction and step"
+            found.add((action.kind, action.stage))
+        for kind in (Kind.REDUCE, Kind.STEP):
+            for stage in schedule.held[rank]:
+                if kind in present and (kind, stage) not in found:
+                    text = f"{stage}{kind.code} is missing: other chunks have theirs"
                     _fail(schedule, rank, len(row) - 1, text)
 
 

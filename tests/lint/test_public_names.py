@@ -28,10 +28,9 @@ PUBLIC = {
         group_name matmul_all_reduce matmul_all_reduce_rms_norm matmul_reduce_scatter reduce_scatter
         replicate split""",
     "pyparallel.cli": "COMMANDS main",
-    "pyparallel.schedule": """FAMILIES NO_MICROBATCH Action Channel Costs Family Kind Place
-        Report Schedule ScheduleError Simulation Span Unit auto_schedule generate grid simulate
-        units validate
-        with_steps with_transfers""",
+    "pyparallel.schedule": """FAMILIES FORMS NO_MICROBATCH Action Channel Costs Family Kind Place
+        Report Schedule ScheduleError Simulation Span Unit auto_schedule dumps generate grid loads
+        simulate units validate with_steps with_transfers""",
     "pyparallel.doctor": "main report",
 }
 
