@@ -1,12 +1,15 @@
 """`Communicator`: one rank's seat in a group, for torch tensors in CPU memory."""
 
 import atexit
+import hashlib
 import os
 import time
 import weakref
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+import torch
 
 from pyparallel import _core
 from pyparallel.comm.boards import FileBoard, StoreBoard
@@ -40,6 +43,7 @@ class Communicator(Collectives, Messages):
         """Wraps a joined core communicator; use the class methods instead."""
         super().__init__(core)
         self._owner_pid = os.getpid()
+        self._spans_hosts: bool | None = None
         _open.add(self)
 
     # --- joining
@@ -187,6 +191,14 @@ class Communicator(Collectives, Messages):
     def name(self) -> str:
         """The group's name in messages."""
         return self._core.name
+
+    def spans_hosts(self) -> bool:
+        """Whether the ranks are on several hosts. Collective at its first call, then known."""
+        if self._spans_hosts is None:
+            identity = hashlib.sha256(_core.host_identity().encode()).digest()[:8]
+            mine = torch.tensor([int.from_bytes(identity, "little", signed=True)])
+            self._spans_hosts = len(set(self.all_gather(mine).tolist())) > 1
+        return self._spans_hosts
 
     @property
     def timeout(self) -> float:

@@ -14,13 +14,15 @@ costs one more gather in backward.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import linear
 
-from pyparallel.ops.checks import Misfits, check_floats, check_linear, dim_of, own_sizes
+from pyparallel.ops.checks import Misfits, by, check_floats, check_linear, dim_of, own_sizes
 from pyparallel.ops.groups import Seat, group_name, seat_of
+from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 
@@ -68,6 +70,7 @@ def _run(
     gather_dim: int,
     shard_sizes: Sequence[int] | None,
     return_gathered: bool,
+    algorithm: str | None,
 ) -> list[Tensor]:
     seat = seat_of(group)
     try:
@@ -75,9 +78,30 @@ def _run(
     except Exception as error:
         raise seat.refused(_NAME, error) from None
     whole = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
-    seat.engine.note(f"{_NAME} of x {whole} {x.dtype} gathered from shards {sizes} of dim {dim}")
-    gathered = seat.engine.all_gather(x, dim, sizes)
-    results = [linear(gathered, w, b) for w, b in zip(weights, biases, strict=True)]
+    rows, k = prod(whole[:-1]), whole[-1]
+    note = (
+        f"{_NAME} of x {whole} {x.dtype} gathered from shards {sizes} of dim {dim}{by(algorithm)}"
+    )
+    not_first = f"gather_dim is {dim}, not the first" if dim or x.dim() == 1 else ""
+    chosen = seat.choose(_NAME, rows, k, x, algorithm, note, not_first)
+    if chosen == "plain":
+        seat.engine.note(note)
+        gathered = seat.engine.all_gather(x, dim, sizes)
+        results = [linear(gathered, w, b) for w, b in zip(weights, biases, strict=True)]
+        return [*results, gathered] if return_gathered else results
+    path = seat.engine.host_path
+    assert path is not None, chosen
+    chunk = chunk_rows_of(k, x.dtype) if chosen == "chunked" else rows
+    inner = prod(whole[1:-1])
+    products, gathered = path.all_gather_matmul(
+        x.reshape(sizes[seat.rank] * inner, k), weights, [n * inner for n in sizes], note, chunk
+    )
+    for product, bias in zip(products, biases, strict=True):
+        if bias is not None:
+            product += bias
+    results = [y.view(*whole[:-1], y.shape[1]) for y in products]
+    if return_gathered:
+        gathered = gathered.clone().view(whole)  # the workspace is the next calls'
     return [*results, gathered] if return_gathered else results
 
 
@@ -99,9 +123,10 @@ def _run_op(
     shard_sizes: list[int] | None,
     return_gathered: bool,
     save_gathered: bool,
+    algorithm: str | None,
 ) -> list[Tensor]:
     spread = _spread(weights, biases, biased)
-    return _run(x, weights, spread, group, gather_dim, shard_sizes, return_gathered)
+    return _run(x, weights, spread, group, gather_dim, shard_sizes, return_gathered, algorithm)
 
 
 def _fake(
@@ -114,6 +139,7 @@ def _fake(
     shard_sizes: list[int] | None,
     return_gathered: bool,
     save_gathered: bool,
+    algorithm: str | None,
 ) -> list[Tensor]:
     spread = _spread(weights, biases, biased)
     dim, sizes = _check(seat_of(group), x, weights, spread, gather_dim, shard_sizes)
@@ -123,7 +149,7 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    (x, weights, biases, ctx.biased, ctx.group, ctx.dim, ctx.sizes, ctx.gathered, save) = inputs
+    x, weights, biases, ctx.biased, ctx.group, ctx.dim, ctx.sizes, ctx.gathered, save, _ = inputs
     ctx.count = len(weights)
     ctx.saved_whole = save and ctx.gathered
     ctx.n_biases = len(biases)
@@ -149,6 +175,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
                 ctx.group,
                 ctx.dim,
                 ctx.sizes,
+                None,
             )
         else:
             dx = library_op("reduce_scatter")(d_gathered, ctx.group, ctx.dim, ctx.sizes)
@@ -169,12 +196,13 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
             dbs[j] = rows_of(dy).sum(0)
     # torch takes an empty list of ints for one of tensors, and wants as many gradients.
     no_biased: list[None] | None = None if ctx.biased else []
-    return dx, dws, dbs, no_biased, None, None, None, None, None
+    return dx, dws, dbs, no_biased, None, None, None, None, None, None
 
 
 define(
     f"{_NAME}(Tensor x, Tensor[] weights, Tensor[] biases, int[] biased, str group, "
-    "int gather_dim, SymInt[]? shard_sizes, bool return_gathered, bool save_gathered) -> Tensor[]",
+    "int gather_dim, SymInt[]? shard_sizes, bool return_gathered, bool save_gathered, "
+    "str? algorithm) -> Tensor[]",
     _run_op,
     _fake,
     _backward,
@@ -192,6 +220,7 @@ def all_gather_matmul(
     return_gathered: bool = False,
     *,
     save_gathered: bool = True,
+    algorithm: str | None = None,
     main_grad: "Tensor | Sequence[Tensor | None] | None" = None,
 ) -> Any:
     """`all_gather(x) @ weight.T + bias`: the first half of a tensor-parallel block. Collective.
@@ -207,6 +236,7 @@ def all_gather_matmul(
         return_gathered: give the gathered x too.
         save_gathered: keep the gathered x for the weight gradients. False keeps only the shard, and
             gathers again in backward.
+        algorithm: one of docs/ops.md; by default the one that explain() tells. Alike on all ranks.
         main_grad: float32 [N, K] buffer(s) that weight gradients are added to; the weight's own
             `.grad` then stays None.
 
@@ -226,7 +256,9 @@ def all_gather_matmul(
     if main_grad is not None:
         weights = into_main_grad(_NAME, group, weights, main_grad)
     if is_direct(x, *weights, *biases):
-        results = _run(x, weights, biases, group, gather_dim, shard_sizes, return_gathered)
+        results = _run(
+            x, weights, biases, group, gather_dim, shard_sizes, return_gathered, algorithm
+        )
     else:
         keep = save_gathered and any(w.requires_grad for w in weights)
         biased = [i for i, b in enumerate(biases) if b is not None]
@@ -240,6 +272,7 @@ def all_gather_matmul(
             None if shard_sizes is None else list(shard_sizes),
             return_gathered or keep,
             save_gathered,
+            algorithm,
         )
     ys = results[: len(weights)]
     y = ys if listed else ys[0]

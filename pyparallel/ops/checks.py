@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyparallel.errors import InvalidArgument
 
-__all__ = ["Misfits", "check_floats", "check_linear", "dim_of", "own_sizes", "sizes_of_whole"]
+__all__ = ["Misfits", "by", "check_floats", "check_linear", "dim_of", "own_sizes", "sizes_of_whole"]
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn,)
@@ -105,6 +105,11 @@ def dim_of(dim: int, shape: Sequence[int], name: str, what: str, misfits: Misfit
         )
         return 0
     return dim % len(shape)
+
+
+def by(algorithm: str | None) -> str:
+    """What the note of a call says of the caller's own choice, which must be alike on all ranks."""
+    return "" if algorithm is None else f", algorithm {algorithm!r}"
 
 
 def _check_sizes(sizes: Sequence[int], world_size: int, misfits: Misfits) -> bool:

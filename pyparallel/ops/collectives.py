@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pyparallel.ops.checks import Misfits, check_floats, dim_of, own_sizes, sizes_of_whole
-from pyparallel.ops.groups import Seat, group_name, seat_of
+from pyparallel.ops.groups import Seat, group_name, place_of, seat_of
 from pyparallel.ops.library import define, is_direct, library_op
 
 __all__ = ["all_gather", "all_reduce", "gather", "reduce_scatter", "replicate", "split"]
@@ -108,7 +108,7 @@ def _run_reduce_scatter(
 ) -> Tensor:
     seat = seat_of(group)
     try:
-        dim, sizes = _shards_of_whole(seat, x, dim, shard_sizes)
+        dim, sizes = _shards_of_whole(seat.world_size, x, dim, shard_sizes)
     except Exception as error:
         raise seat.refused("reduce_scatter", error) from None
     seat.engine.note(
@@ -118,14 +118,14 @@ def _run_reduce_scatter(
 
 
 def _shards_of_whole(
-    seat: Seat, x: Tensor, dim: int, shard_sizes: Sequence[int] | None
+    world_size: int, x: Tensor, dim: int, shard_sizes: Sequence[int] | None
 ) -> tuple[int, list[int]]:
     misfits = Misfits()
     check_floats({"x": x}, misfits)
     misfits.raise_any()
     dim = dim_of(dim, x.shape, "dim", "x", misfits)
     misfits.raise_any()
-    sizes = sizes_of_whole(x.shape[dim], dim, shard_sizes, seat.world_size, misfits, "x")
+    sizes = sizes_of_whole(x.shape[dim], dim, shard_sizes, world_size, misfits, "x")
     misfits.raise_any()
     return dim, sizes
 
@@ -134,7 +134,7 @@ def _fake_reduce_scatter(
     x: Tensor, group: str, dim: int, shard_sizes: Sequence[int] | None
 ) -> Tensor:
     seat = seat_of(group)
-    dim, sizes = _shards_of_whole(seat, x, dim, shard_sizes)
+    dim, sizes = _shards_of_whole(seat.world_size, x, dim, shard_sizes)
     return x.new_empty((*x.shape[:dim], sizes[seat.rank], *x.shape[dim + 1 :]))
 
 
@@ -255,7 +255,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        rank = seat_of(ctx.name).rank
+        rank, _ = place_of(ctx.name)
         before = rank * ctx.own if ctx.shard_sizes is None else sum(ctx.shard_sizes[:rank])
         return dy.narrow(ctx.dim, before, ctx.own).contiguous(), None, None, None
 
@@ -277,7 +277,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, dim: int, sizes: list[int]) -> Tensor:
         ctx.name, ctx.dim, ctx.sizes = name, dim, sizes
-        rank = seat_of(name).rank
+        rank, _ = place_of(name)
         return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
 
     @staticmethod
@@ -291,9 +291,9 @@ def split(x: Tensor, group: Any, dim: int = 0, shard_sizes: Sequence[int] | None
     Nothing is communicated in forward, but a misfit raises on every rank that makes it. Arguments
     and errors as in `reduce_scatter`.
     """
-    seat = seat_of(group)
-    dim, sizes = _shards_of_whole(seat, x, dim, shard_sizes)
-    shard: Tensor = _Split.apply(x, seat.name, dim, sizes)  # type: ignore[no-untyped-call]
+    name = group_name(group)
+    dim, sizes = _shards_of_whole(place_of(name)[1], x, dim, shard_sizes)
+    shard: Tensor = _Split.apply(x, name, dim, sizes)  # type: ignore[no-untyped-call]
     return shard
 
 

@@ -5,7 +5,7 @@ and `reduce_scatter` take any dim and any sizes, `sizes[r]` being rank r's, all 
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,8 +14,12 @@ from torch import Tensor
 
 from pyparallel.comm import Communicator
 from pyparallel.errors import Closed, InvalidArgument
+from pyparallel.ops.host_path import HostPath
 
-__all__ = ["Alone", "Engine", "Native", "Torch"]
+__all__ = ["SYMMETRIC", "Alone", "Engine", "Native", "Torch"]
+
+
+SYMMETRIC = ("symmetric", "chunked")  # the algorithms of host_path.py
 
 
 class Engine(Protocol):
@@ -23,6 +27,11 @@ class Engine(Protocol):
 
     rank: int
     world_size: int
+    meeting: Communicator | None  # where ranks agree; None: there is nobody to agree with
+    host_path: "HostPath | None"  # None: no CPU tensor may take it, see barred()
+
+    def barred(self) -> Mapping[str, str]:
+        """Algorithms that CPU tensors cannot take in this group, and why. Collective at first."""
 
     def note(self, text: str) -> None:
         """What the next call is part of: compared between ranks, all raise where it differs."""
@@ -51,6 +60,11 @@ class Alone:
 
     rank = 0
     world_size = 1
+    meeting: Communicator | None = None
+    host_path: HostPath | None = None
+
+    def barred(self) -> Mapping[str, str]:
+        return {}
 
     def note(self, text: str) -> None:
         pass
@@ -76,6 +90,13 @@ class Native:
         self.rank = communicator.rank
         self.world_size = communicator.world_size
         self.note = communicator.note
+        self.meeting: Communicator | None = communicator
+        self.host_path: HostPath | None = HostPath(communicator)
+
+    def barred(self) -> Mapping[str, str]:
+        if self.communicator.spans_hosts():
+            return dict.fromkeys(SYMMETRIC, "the group's ranks are on several hosts")
+        return {}
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         gathered: Tensor = self.communicator.all_gather(x, dim=dim, sizes=list(sizes))
@@ -101,6 +122,11 @@ _TORCH_OPS = {
 }
 
 
+# torch 2.13 renamed them, and warns at the old names.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 class Torch:
     """A ProcessGroup of another backend: torch's collectives, after an agreement of our own.
 
@@ -110,9 +136,15 @@ class Torch:
 
     def __init__(self, group: dist.ProcessGroup, agreement: Communicator) -> None:
         self._group = weakref.ref(group)
+        self.meeting: Communicator | None = agreement
         self.agreement = agreement
+        self.host_path: HostPath | None = None
+        self._bars = f"the group's data go through its own backend, {group.name()}"
         self.rank = agreement.rank
         self.world_size = agreement.world_size
+
+    def barred(self) -> Mapping[str, str]:
+        return dict.fromkeys(SYMMETRIC, self._bars)
 
     def note(self, text: str) -> None:
         self.agreement.note(text)
@@ -132,7 +164,7 @@ class Torch:
         mine[: front.shape[0]].copy_(front)
         whole = mine.new_empty((most * self.world_size, *mine.shape[1:]))
         if whole.numel():
-            dist.all_gather_into_tensor(whole, mine, group=group)
+            _ALL_GATHER(whole, mine, group=group)
         rows = whole.view(self.world_size, most, *mine.shape[1:])
         joined = torch.cat([rows[r, :n] for r, n in enumerate(sizes)])
         return joined.movedim(0, dim).contiguous()
@@ -146,7 +178,7 @@ class Torch:
             whole[r, : sizes[r]].copy_(shard)
         mine = whole.new_empty((most, *front.shape[1:]))
         if mine.numel():
-            dist.reduce_scatter_tensor(mine, whole.flatten(0, 1), group=group)
+            _REDUCE_SCATTER(mine, whole.flatten(0, 1), group=group)
         return mine[: sizes[self.rank]].movedim(0, dim).contiguous()
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:

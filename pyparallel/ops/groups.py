@@ -10,6 +10,7 @@ import itertools
 import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
@@ -18,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyparallel.comm import Communicator
 from pyparallel.comm.torch_backend import communicator_of
 from pyparallel.errors import InvalidArgument
-from pyparallel.ops.engines import Alone, Engine, Native, Torch
+from pyparallel.ops.choosing import Chooser
+from pyparallel.ops.engines import SYMMETRIC, Alone, Engine, Native, Torch
 
-__all__ = ["Group", "Seat", "group_name", "seat_of"]
+__all__ = ["Group", "Seat", "group_name", "place_of", "seat_of"]
 
 Group = "dist.ProcessGroup | DeviceMesh | Communicator | str"
 
@@ -36,6 +38,44 @@ class Seat:
         self.engine = engine
         self.rank = engine.rank
         self.world_size = engine.world_size
+        self.chooser = Chooser(engine.meeting)
+        self._barred: dict[str, str] | None = None  # not asked yet: that is collective
+
+    def choose(
+        self,
+        op: str,
+        m: int,
+        shared: int,
+        x: torch.Tensor,
+        algorithm: str | None,
+        note: str,
+        not_first: str = "",
+    ) -> str:
+        """The algorithm of one call, alike on all ranks. Collective at the first of a group.
+
+        `note` is that of the call; `not_first` says of which dim a call shares parts, where that
+        is not the first.
+        """
+        device = x.device.type
+        if self.world_size == 1:
+            if algorithm is not None:  # of a group that may be larger elsewhere: a known one
+                self.chooser.choose(op, m, shared, x.dtype, device, algorithm)
+            return "plain"
+        if self._barred is None:
+            self.engine.note(note)
+            barred = self.engine.barred()
+            self.engine.note(note)
+            _ = self.chooser.policy
+            self._barred = dict(barred)
+        if not_first:
+            bars = {**dict.fromkeys(SYMMETRIC, not_first), **self._barred}
+        else:
+            bars = self._barred
+        try:
+            choice = self.chooser.choose(op, m, shared, x.dtype, device, algorithm, bars)
+        except ValueError as error:
+            raise self.refused(op, error) from None
+        return choice.algorithm
 
     def refused(self, op: str, error: Exception) -> Exception:
         """Tells the other ranks, so that they raise and do not wait; gives what to raise here."""
@@ -67,6 +107,13 @@ def group_name(group: Any) -> str:
     if isinstance(group, dist.ProcessGroup):
         return str(group.group_name)
     return seat_of(group).name
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def place_of(name: str) -> tuple[int, int]:
+    """(rank, world size) in the group of that name: constants, where a call is compiled."""
+    seat = seat_of(name)
+    return seat.rank, seat.world_size
 
 
 def _seat_of_name(name: str) -> Seat:

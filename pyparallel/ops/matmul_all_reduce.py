@@ -13,13 +13,15 @@ ranks:
 Saved: x and w. Backward communicates nothing.
 """
 
+from math import prod
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import linear
 
-from pyparallel.ops.checks import Misfits, check_floats, check_linear
-from pyparallel.ops.groups import group_name, seat_of
+from pyparallel.ops.checks import Misfits, by, check_floats, check_linear
+from pyparallel.ops.groups import Seat, group_name, seat_of
+from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 
@@ -40,23 +42,43 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     misfits.raise_any()
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+def summed_product(
+    seat: Seat, x: Tensor, weight: Tensor, algorithm: str | None, text: str
+) -> Tensor:
+    """The sum over ranks of x @ weight^T by the chosen algorithm; `text` says whose it is."""
+    n = weight.shape[0]
+    rows = prod(x.shape[:-1])
+    note = f"{text}, result {[*x.shape[:-1], n]} {x.dtype}{by(algorithm)}"
+    chosen = seat.choose(_NAME, rows, n, x, algorithm, note)
+    if chosen == "plain":
+        y = linear(x, weight)
+        seat.engine.note(note)
+        return seat.engine.all_reduce(y, "sum")
+    path = seat.engine.host_path
+    assert path is not None, chosen
+    chunk = chunk_rows_of(n, x.dtype) if chosen == "chunked" else rows
+    y = path.matmul_all_reduce(x.reshape(rows, x.shape[-1]), weight, note, chunk)
+    return y.view(*x.shape[:-1], n)
+
+
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, algorithm: str | None
+) -> Tensor:
     seat = seat_of(group)
     try:
         _check(x, weight, bias)
     except Exception as error:
         raise seat.refused(_NAME, error) from None
-    y = linear(x, weight)
-    seat.engine.note(
-        f"{_NAME} with {'no ' if bias is None else ''}bias, result {list(y.shape)} {y.dtype}"
-    )
-    y = seat.engine.all_reduce(y, "sum")
+    text = f"{_NAME} with {'no ' if bias is None else ''}bias"
+    y = summed_product(seat, x, weight, algorithm, text)
     if bias is not None:
         y += bias
     return y
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, algorithm: str | None
+) -> Tensor:
     _check(x, weight, bias)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -71,11 +93,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     rows = rows_of(dy)
     dx = dy @ weight if needs_x else None
     dw = rows.t() @ rows_of(x) if needs_w else None
-    return dx, dw, rows.sum(0) if needs_b else None, None
+    return dx, dw, rows.sum(0) if needs_b else None, None, None
 
 
 define(
-    f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor",
+    f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, str group, str? algorithm) -> Tensor",
     _run,
     _fake,
     _backward,
@@ -89,6 +111,7 @@ def matmul_all_reduce(
     group: Any,
     bias: Tensor | None = None,
     *,
+    algorithm: str | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
     """The sum over ranks of `x @ weight.T`, plus `bias`, the same bits on every rank. Collective.
@@ -99,6 +122,7 @@ def matmul_all_reduce(
         weight: [N, K], this rank's columns of the whole weight.
         group: see `pyparallel.ops`.
         bias: [N], the whole bias, alike on all ranks; it is added once.
+        algorithm: one of docs/ops.md; by default the one that explain() tells. Alike on all ranks.
         main_grad: float32 [N, K] buffer that the weight gradient is added to; the weight's own
             `.grad` then stays None.
 
@@ -112,6 +136,6 @@ def matmul_all_reduce(
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
     if is_direct(x, weight, bias):
-        return _run(x, weight, bias, group)
-    y: Tensor = library_op(_NAME)(x, weight, bias, group_name(group))
+        return _run(x, weight, bias, group, algorithm)
+    y: Tensor = library_op(_NAME)(x, weight, bias, group_name(group), algorithm)
     return y

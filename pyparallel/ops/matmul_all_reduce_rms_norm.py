@@ -11,13 +11,13 @@ Saved: x, w, h and the norm's weight. Backward communicates nothing.
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from pyparallel.ops.all_reduce_rms_norm import check_norm, rms_norm, rms_norm_backward
 from pyparallel.ops.checks import Misfits, check_floats, check_linear
 from pyparallel.ops.groups import group_name, seat_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
+from pyparallel.ops.matmul_all_reduce import summed_product
 
 __all__ = ["matmul_all_reduce_rms_norm"]
 
@@ -55,18 +55,15 @@ def _run(
     norm_weight: Tensor,
     eps: float,
     group: Any,
+    algorithm: str | None,
 ) -> tuple[Tensor, Tensor]:
     seat = seat_of(group)
     try:
         _check(x, weight, bias, residual, norm_weight, eps)
     except Exception as error:
         raise seat.refused(_NAME, error) from None
-    h = linear(x, weight)
-    seat.engine.note(
-        f"{_NAME} with {'no ' if bias is None else ''}bias, result {list(h.shape)} {h.dtype}, "
-        f"eps {eps}"
-    )
-    h = seat.engine.all_reduce(h, "sum")
+    text = f"{_NAME} with {'no ' if bias is None else ''}bias, eps {eps}"
+    h = summed_product(seat, x, weight, algorithm, text)
     if bias is not None:
         h += bias
     h += residual
@@ -81,6 +78,7 @@ def _fake(
     norm_weight: Tensor,
     eps: float,
     group: str,
+    algorithm: str | None,
 ) -> tuple[Tensor, Tensor]:
     _check(x, weight, bias, residual, norm_weight, eps)
     shape = (*x.shape[:-1], weight.shape[0])
@@ -88,7 +86,7 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, _, norm_weight, ctx.eps, _ = inputs
+    x, weight, _, _, norm_weight, ctx.eps, _, _ = inputs
     ctx.save_for_backward(x, weight, output[1], norm_weight)
     ctx.set_materialize_grads(False)
 
@@ -98,16 +96,16 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Any, ...]
     needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
     d_sum, d_norm = rms_norm_backward(h, norm_weight, ctx.eps, dy, dh)
     if d_sum is None:
-        return (None,) * 7
+        return (None,) * 8
     rows = rows_of(d_sum)
     dx = d_sum @ weight if needs_x else None
     dw = rows.t() @ rows_of(x) if needs_w else None
-    return dx, dw, rows.sum(0) if needs_b else None, d_sum, d_norm, None, None
+    return dx, dw, rows.sum(0) if needs_b else None, d_sum, d_norm, None, None, None
 
 
 define(
     f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight, "
-    "float eps, str group) -> (Tensor, Tensor)",
+    "float eps, str group, str? algorithm) -> (Tensor, Tensor)",
     _run,
     _fake,
     _backward,
@@ -124,6 +122,7 @@ def matmul_all_reduce_rms_norm(
     group: Any,
     bias: Tensor | None = None,
     *,
+    algorithm: str | None = None,
     main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`h = matmul_all_reduce(x, weight, bias) + residual` and its RMSNorm; gives (normed, h).
@@ -138,8 +137,8 @@ def matmul_all_reduce_rms_norm(
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
     if is_direct(x, weight, bias, residual, norm_weight):
-        return _run(x, weight, bias, residual, norm_weight, eps, group)
+        return _run(x, weight, bias, residual, norm_weight, eps, group, algorithm)
     both: tuple[Tensor, Tensor] = library_op(_NAME)(
-        x, weight, bias, residual, norm_weight, eps, group_name(group)
+        x, weight, bias, residual, norm_weight, eps, group_name(group), algorithm
     )
     return both

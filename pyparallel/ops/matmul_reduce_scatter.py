@@ -14,13 +14,15 @@ that is the derivative of an all_gather_matmul with several weights.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import linear
 
-from pyparallel.ops.checks import Misfits, check_floats, check_linear, dim_of, sizes_of_whole
+from pyparallel.ops.checks import Misfits, by, check_floats, check_linear, dim_of, sizes_of_whole
 from pyparallel.ops.groups import Seat, group_name, seat_of
+from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 
@@ -71,24 +73,44 @@ def _run(
     group: Any,
     scatter_dim: int,
     shard_sizes: Sequence[int] | None,
+    algorithm: str | None,
 ) -> Tensor:
     seat = seat_of(group)
     try:
         dim, sizes = _check(seat, xs, weights, bias, addend, scatter_dim, shard_sizes)
     except Exception as error:
         raise seat.refused(_NAME, error) from None
-    partial = linear(xs[0], weights[0])
-    for x, w in zip(xs[1:], weights[1:], strict=True):
-        partial += linear(x, w)
-    if addend is not None:
-        partial += addend
-    seat.engine.note(
-        f"{_NAME} with {'no ' if bias is None else ''}bias, result {list(partial.shape)} "
-        f"{partial.dtype} scattered to shards {sizes} of dim {dim}"
+    lead, n = xs[0].shape[:-1], weights[0].shape[0]
+    note = (
+        f"{_NAME} with {'no ' if bias is None else ''}bias, result {[*lead, n]} {xs[0].dtype} "
+        f"scattered to shards {sizes} of dim {dim}{by(algorithm)}"
     )
-    shard = seat.engine.reduce_scatter(partial, dim, sizes)
+    rows = prod(lead)
+    not_first = f"scatter_dim is {dim}, not the first" if dim or not lead else ""
+    chosen = seat.choose(_NAME, rows, n, xs[0], algorithm, note, not_first)
+    if chosen == "plain":
+        partial = linear(xs[0], weights[0])
+        for x, w in zip(xs[1:], weights[1:], strict=True):
+            partial += linear(x, w)
+        if addend is not None:
+            partial += addend
+        seat.engine.note(note)
+        shard = seat.engine.reduce_scatter(partial, dim, sizes)
+    else:
+        path = seat.engine.host_path
+        assert path is not None, chosen
+        inner = prod(lead[1:])
+        chunk = chunk_rows_of(n, xs[0].dtype) if chosen == "chunked" else rows
+        shard = path.matmul_reduce_scatter(
+            [x.reshape(rows, x.shape[-1]) for x in xs],
+            weights,
+            None if addend is None else addend.reshape(rows, n),
+            [size * inner for size in sizes],
+            note,
+            chunk,
+        ).view(sizes[seat.rank], *lead[1:], n)
     if bias is not None:
-        if dim == partial.dim() - 1:
+        if dim == len(lead):
             bias = bias[sum(sizes[: seat.rank]) :][: sizes[seat.rank]]
         shard += bias
     return shard
@@ -102,6 +124,7 @@ def _fake(
     group: str,
     scatter_dim: int,
     shard_sizes: list[int] | None,
+    algorithm: str | None,
 ) -> Tensor:
     seat = seat_of(group)
     dim, sizes = _check(seat, xs, weights, bias, addend, scatter_dim, shard_sizes)
@@ -111,7 +134,7 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    xs, weights, _, _, ctx.group, ctx.dim, ctx.sizes = inputs
+    xs, weights, _, _, ctx.group, ctx.dim, ctx.sizes, _ = inputs
     ctx.count = len(xs)
     ctx.last = len(xs[0].shape) - 1
     ctx.save_for_backward(*xs, *weights)
@@ -133,6 +156,7 @@ def _backward(ctx: Any, dy_shard: Tensor) -> tuple[Any, ...]:
             ctx.sizes,
             True,
             False,
+            None,
         )
         for i, dx in zip(wanted, found, strict=True):
             dxs[i] = dx
@@ -143,12 +167,12 @@ def _backward(ctx: Any, dy_shard: Tensor) -> tuple[Any, ...]:
         rows.t() @ rows_of(x) if needed else None for x, needed in zip(xs, needs_ws, strict=True)
     ]
     db = rows.sum(0) if needs_bias else None
-    return dxs, dws, db, dy if needs_addend else None, None, None, None
+    return dxs, dws, db, dy if needs_addend else None, None, None, None, None
 
 
 define(
     f"{_NAME}(Tensor[] xs, Tensor[] weights, Tensor? bias, Tensor? addend, str group, "
-    "int scatter_dim, SymInt[]? shard_sizes) -> Tensor",
+    "int scatter_dim, SymInt[]? shard_sizes, str? algorithm) -> Tensor",
     _run,
     _fake,
     _backward,
@@ -164,6 +188,7 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
     *,
+    algorithm: str | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
     """This rank's shard of the sum over ranks of `x @ weight.T`, plus `bias`. Collective.
@@ -177,6 +202,7 @@ def matmul_reduce_scatter(
         bias: [N], the whole bias, alike on all ranks; it is added once. Its gradient is whole too,
             and alike on all ranks.
         shard_sizes: every rank's size of scatter_dim; needed where it does not divide.
+        algorithm: one of docs/ops.md; by default the one that explain() tells. Alike on all ranks.
         main_grad: float32 [N, K] buffer that the weight gradient is added to; the weight's own
             `.grad` then stays None.
 
@@ -190,9 +216,9 @@ def matmul_reduce_scatter(
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
     if is_direct(x, weight, bias):
-        return _run([x], [weight], bias, None, group, scatter_dim, shard_sizes)
+        return _run([x], [weight], bias, None, group, scatter_dim, shard_sizes, algorithm)
     sizes = None if shard_sizes is None else list(shard_sizes)
     shard: Tensor = library_op(_NAME)(
-        [x], [weight], bias, None, group_name(group), scatter_dim, sizes
+        [x], [weight], bias, None, group_name(group), scatter_dim, sizes, algorithm
     )
     return shard

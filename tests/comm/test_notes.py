@@ -1,4 +1,4 @@
-"""`Communicator.note`: what a library on top says of its call is compared, and shown where it differs.
+"""`Communicator.note`: what a library on top says of its call is compared, and shown.
 
 Layers of proof: processes on a CPU, on one host, and on two hosts that are one in disguise.
 """

@@ -83,6 +83,11 @@ def wrong_on_one(ops):
             lambda g: ops.all_reduce_rms_norm(x(2, 4), x(4), x(2), -1, g),
             r"residual has shape \[4\]; expected \[2, 4\].*weight has shape.*eps is -1",
         ),
+        "algorithm": (
+            lambda g: ops.all_gather_matmul(x(2, 4), x(5, 4), g),
+            lambda g: ops.all_gather_matmul(x(2, 4), x(5, 4), g, algorithm="fast"),
+            r"algorithm is 'fast'|gathered from shards.*, algorithm 'fast'",
+        ),
         "main_grad": (
             lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g),
             lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g, main_grad=x(4, 5)),
@@ -129,6 +134,11 @@ def different(ops):
             lambda g: ops.reduce_scatter(x(6, 4), g, 0, uneven(g, 1)),
             r"to shards \[6, 0.*rank 1: .*to shards \[0, 6",
         ),
+        "algorithm": (
+            lambda g: ops.matmul_all_reduce(x(6, 4), x(5, 4), g),
+            lambda g: ops.matmul_all_reduce(x(6, 4), x(5, 4), g, algorithm="plain"),
+            r"result \[6, 5\] torch.float32; rank 1: .*, algorithm 'plain'",
+        ),
         "an op and a plain collective": (
             lambda g: ops.all_reduce(x(6, 4), g),
             lambda g: ops.all_reduce(x(4, 6), g, "max"),
@@ -172,7 +182,7 @@ def test_a_wrong_argument_on_one_rank(world):
 def test_ranks_that_differ(world):
     results = run_ranks(raises_everywhere, world, different, True)
     assert all(texts == results[0] for texts in results), "all ranks read the same"
-    assert len(results[0]) == 8 * len(KINDS)
+    assert len(results[0]) == 9 * len(KINDS)
 
 
 def bad_groups(rank):

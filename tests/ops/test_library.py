@@ -1,0 +1,147 @@
+"""The ops as torch's dispatcher, compiler and checkers see them.
+
+Layers of proof: schemas read in one process; opcheck and torch.compile in two (opcheck runs each op
+for real several times, so both ranks make the same checks in the same order).
+"""
+
+import pytest
+import torch
+
+from tests.launch import run_ranks
+from tests.ops.seats import make_groups
+
+# Frozen: models compiled or exported with them, and libraries on top, keep working. To change one
+# is to edit this table, and to say so in CHANGELOG.md.
+SCHEMAS = {
+    "all_gather": "(Tensor x, str group, int dim, SymInt[]? shard_sizes) -> Tensor",
+    "all_gather_matmul": "(Tensor x, Tensor[] weights, Tensor[] biases, int[] biased, str group, "
+    "int gather_dim, SymInt[]? shard_sizes, bool return_gathered, bool save_gathered, "
+    "str? algorithm) -> Tensor[]",
+    "all_reduce": "(Tensor x, str group, str op) -> Tensor",
+    "all_reduce_rms_norm": "(Tensor x, Tensor residual, Tensor weight, float eps, str group) -> "
+    "(Tensor, Tensor)",
+    "matmul_all_reduce": "(Tensor x, Tensor weight, Tensor? bias, str group, "
+    "str? algorithm) -> Tensor",
+    "matmul_all_reduce_rms_norm": "(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
+    "Tensor norm_weight, float eps, str group, str? algorithm) -> (Tensor, Tensor)",
+    "matmul_reduce_scatter": "(Tensor[] xs, Tensor[] weights, Tensor? bias, Tensor? addend, "
+    "str group, int scatter_dim, SymInt[]? shard_sizes, str? algorithm) -> Tensor",
+    "reduce_scatter": "(Tensor x, str group, int dim, SymInt[]? shard_sizes) -> Tensor",
+}
+
+
+def test_schemas_are_those_of_the_table():
+    import pyparallel.ops  # noqa: F401 - defines them
+
+    found = {
+        name: str(getattr(torch.ops.pyparallel, name).default._schema)
+        for name in dir(torch.ops.pyparallel)
+        if hasattr(getattr(torch.ops.pyparallel, name), "default")
+    }
+    names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("pyparallel::")}
+    assert {name.removeprefix("pyparallel::") for name in names} == set(SCHEMAS)
+    for name, schema in SCHEMAS.items():
+        op = getattr(torch.ops.pyparallel, name).default
+        assert str(op._schema) == f"pyparallel::{name}{schema}"
+    assert set(found) <= set(SCHEMAS)
+
+
+def t(*shape, grad=True):
+    return torch.randn(*shape, requires_grad=grad)
+
+
+def samples(name):
+    """Arguments of each op: strided, uneven, with and without what is optional."""
+    strided = torch.randn(4, 6).t().requires_grad_()
+    yield "all_gather", (strided, name, 1, None)
+    yield "all_gather", (t(2, 3, 2), name, -2, [3, 3])
+    yield "reduce_scatter", (t(4, 6), name, 1, [6, 0])
+    yield "reduce_scatter", (t(4, 6), name, -2, None)
+    yield "all_reduce", (strided, name, "sum")
+    yield "all_reduce", (t(3, grad=False), name, "max")
+    yield (
+        "all_gather_matmul",
+        (t(2, 3, 4), [t(5, 4), t(2, 4)], [t(5)], [0], name, 1, None, True, True, None),
+    )
+    yield "all_gather_matmul", (strided, [t(2, 8)], [], [], name, 1, [4, 4], False, False, "plain")
+    yield "matmul_reduce_scatter", ([strided], [t(5, 4)], t(5), None, name, 0, None, "chunked")
+    yield (
+        "matmul_reduce_scatter",
+        ([t(4, 3), t(4, 2)], [t(6, 3), t(6, 2)], None, t(4, 6), name, -1, [2, 4], None),
+    )
+    yield "matmul_all_reduce", (strided, t(5, 4), t(5), name, "symmetric")
+    yield "all_reduce_rms_norm", (t(2, 4), t(2, 4), t(4), 1e-5, name)
+    yield (
+        "matmul_all_reduce_rms_norm",
+        (t(2, 3), t(4, 3), None, t(2, 4), t(4), 1e-5, name, None),
+    )
+
+
+def opchecked(rank):
+    from pyparallel import ops
+
+    torch.manual_seed(0)  # both ranks draw alike; values do not matter here
+    torch.set_num_threads(1)
+    (group,) = make_groups(rank, ("pyparallel",)).values()
+    seen = set()
+    for name, args in samples(ops.group_name(group)):
+        op = getattr(torch.ops.pyparallel, name).default
+        torch.library.opcheck(op, args)
+        seen.add(name)
+    assert seen == set(SCHEMAS)
+
+
+def test_opcheck():
+    run_ranks(opchecked, 2)
+
+
+def compiled(rank):
+    from pyparallel import ops
+
+    torch.set_num_threads(1)
+    groups = make_groups(rank, ("communicator", "pyparallel"))
+
+    def block(x, norm, w_in, w_gate, w_out, bias, group):
+        (up, gate), whole = ops.all_gather_matmul(
+            x * 2, [w_in, w_gate], group, bias=[bias, None], return_gathered=True
+        )
+        hidden = torch.nn.functional.silu(gate) * up
+        y = ops.matmul_reduce_scatter(hidden, w_out, group)
+        z = ops.matmul_all_reduce(hidden, w_out, group)
+        n, h = ops.matmul_all_reduce_rms_norm(hidden, w_out, whole, norm, 1e-5, group)
+        m, _ = ops.all_reduce_rms_norm(z, h, norm, 1e-5, group)
+        s = ops.split(ops.gather(ops.replicate(y, group), group), group)
+        r = ops.reduce_scatter(ops.all_gather(s, group), group) + ops.all_reduce(s, group)
+        return y + r, z + n + m
+
+    def small(x, norm, w_in, w_gate, w_out, bias, group):
+        y = ops.all_gather_matmul(x * 2, w_in, group, bias=bias)
+        return ops.matmul_reduce_scatter(y.relu(), w_out, group), y
+
+    generator = torch.Generator().manual_seed(7 + rank.rank)
+    for kind, backend, function in (
+        ("communicator", "aot_eager", block),
+        ("pyparallel", "aot_eager", block),
+        ("pyparallel", "inductor", small),
+    ):
+        group = groups[kind]
+        shapes = [(3, 4), (4,), (5, 4), (5, 4), (4, 5), (5,)]
+        leaves = [torch.randn(*s, generator=generator) for s in shapes]
+        results = []
+        for run in (function, torch.compile(function, fullgraph=True, backend=backend)):
+            args = [leaf.clone().requires_grad_() for leaf in leaves]
+            y, z = run(*args, group)
+            (y.sum() + (z * z).sum()).backward()
+            found = [y.detach(), z.detach(), *[a.grad for a in args]]
+            results.append([t for t in found if t is not None])
+            with torch.no_grad():
+                assert torch.equal(run(*args, group)[0], y)
+        for eager, other in zip(*results, strict=True):
+            assert eager.stride() == other.stride()
+            torch.testing.assert_close(other, eager, rtol=2e-5, atol=2e-5)
+        torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_compile_fullgraph():
+    run_ranks(compiled, 2, timeout=110)
