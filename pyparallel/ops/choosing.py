@@ -11,11 +11,10 @@ the sizes that such a part may have.
 import json
 import os
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, log2
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,10 +25,7 @@ from pyparallel.ops.host import ALGORITHMS, predict_host
 from pyparallel.ops.model import OPS, Problem, predict
 from pyparallel.ops.rule import Point, Rule, default_path, load
 
-if TYPE_CHECKING:
-    from pyparallel.ops.groups import Seat
-
-__all__ = ["DTYPES", "Candidate", "Choice", "Chooser", "Policy", "algorithms", "chooser_of"]
+__all__ = ["DTYPES", "Candidate", "Choice", "Chooser", "Policy", "algorithms"]
 
 NOISE = 0.03  # a difference that two measurements of the same thing may have
 REACH = 3.0  # octaves, both shared sizes together, from a measured shape to one it speaks for
@@ -181,19 +177,6 @@ class Chooser:
                 policy, self.world, op, m, shared, dtype, device, algorithm, dict(barred or {})
             )
         return found
-
-
-_choosers: "weakref.WeakKeyDictionary[Seat, Chooser]" = weakref.WeakKeyDictionary()
-
-
-def chooser_of(seat: "Seat") -> Chooser:
-    """The chooser of a group, made at its first use and gone with its seat."""
-    found = _choosers.get(seat)
-    if found is None:
-        engine: Any = seat.engine
-        through = getattr(engine, "communicator", None) or getattr(engine, "agreement", None)
-        found = _choosers[seat] = Chooser(through)
-    return found
 
 
 def _agreed(communicator: "Broadcaster | None") -> Policy:

@@ -14,7 +14,6 @@ from pyparallel.ops.choosing import (
     Chooser,
     Policy,
     algorithms,
-    chooser_of,
     predicted,
 )
 from pyparallel.ops.groups import seat_of
@@ -98,15 +97,16 @@ def explain(
         raise InvalidArgument(f"op is {op!r}; expected one of {', '.join(OPS)}")
     x, weights, dtype, device = _arguments(shapes, dtype, device)
     if type(group) is int:
-        chooser, world = _imagined(group, machine), group
+        chooser, world, barred = _imagined(group, machine), group, None
     else:
         if machine is not None:
             raise InvalidArgument("machine is for a number of ranks; a group has its own machine")
-        chooser = chooser_of(seat_of(group))
+        seat = seat_of(group)
+        chooser, barred = seat.chooser, seat.barred() if device == "cpu" else None
         world = chooser.world
     problem = _problem(op, x, weights, dtype, world, shard_sizes)
     shared = problem.k if op == "all_gather_matmul" else problem.n
-    choice = chooser.choose(op, problem.m, shared, dtype, device, algorithm)
+    choice = chooser.choose(op, problem.m, shared, dtype, device, algorithm, barred)
     timings = tuple(
         _timing(chooser, problem, device, name, what, choice)
         for name, what in algorithms(op, device).items()

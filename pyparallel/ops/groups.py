@@ -8,6 +8,7 @@ nothing else was said.
 
 import itertools
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,7 +40,17 @@ class Seat:
         self.rank = engine.rank
         self.world_size = engine.world_size
         self.chooser = Chooser(engine.meeting)
-        self._barred: dict[str, str] | None = None  # not asked yet: that is collective
+        self._barred: Mapping[str, str] | None = None  # not asked yet: that is collective
+
+    def barred(self, note: str = "") -> Mapping[str, str]:
+        """Algorithms that CPU tensors cannot take here, and why. Collective at first."""
+        if self._barred is None:
+            self.engine.note(note)
+            barred = self.engine.barred()
+            self.engine.note(note)
+            _ = self.chooser.policy
+            self._barred = barred
+        return self._barred
 
     def choose(
         self,
@@ -61,16 +72,9 @@ class Seat:
             if algorithm is not None:  # of a group that may be larger elsewhere: a known one
                 self.chooser.choose(op, m, shared, x.dtype, device, algorithm)
             return "plain"
-        if self._barred is None:
-            self.engine.note(note)
-            barred = self.engine.barred()
-            self.engine.note(note)
-            _ = self.chooser.policy
-            self._barred = dict(barred)
+        bars = self.barred(note)
         if not_first:
-            bars = {**dict.fromkeys(SYMMETRIC, not_first), **self._barred}
-        else:
-            bars = self._barred
+            bars = {**dict.fromkeys(SYMMETRIC, not_first), **bars}
         try:
             choice = self.chooser.choose(op, m, shared, x.dtype, device, algorithm, bars)
         except ValueError as error:

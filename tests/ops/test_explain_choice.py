@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pyparallel.comm import Communicator
 from pyparallel.errors import InvalidArgument
 from pyparallel.ops import choosing, rule
-from pyparallel.ops.choosing import NOISE, Chooser, Policy, algorithms, chooser_of
+from pyparallel.ops.choosing import NOISE, Chooser, Policy, algorithms
 from pyparallel.ops.groups import seat_of
 from pyparallel.ops.host import ALGORITHMS, predict_host
 from pyparallel.ops.model import OPS, Problem
@@ -263,8 +263,8 @@ def _alike(rank, folder):
     found = []
     try:
         with Communicator.from_file(rank.rendezvous, rank.rank, rank.world_size) as comm:
-            chooser = chooser_of(seat_of(comm))
-            assert chooser_of(seat_of(comm)) is chooser
+            chooser = seat_of(comm).chooser
+            assert seat_of(comm).chooser is chooser
             before = comm.sequence
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
