@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import machine, providers, report, runner
+from bench.block_case import OPS as BLOCK_OPS
 from bench.case import LONG, Outcome, parse_bytes, parse_shape
 from bench.gemm_case import OPS as GEMM_OPS
 from bench.ops import DESCRIPTIONS, OPS
@@ -66,9 +67,9 @@ def parser() -> argparse.ArgumentParser:
         "--op",
         nargs="+",
         default=[],
-        choices=(*OPS, *GEMM_OPS),
+        choices=(*OPS, *GEMM_OPS, *BLOCK_OPS),
         metavar="OP",
-        help=", ".join([*DESCRIPTIONS, *GEMM_OPS]),
+        help=", ".join([*DESCRIPTIONS, *GEMM_OPS, *BLOCK_OPS]),
     )
     out.add_argument("--size", nargs="+", default=[], type=parse_bytes, metavar="BYTES")
     out.add_argument(

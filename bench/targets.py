@@ -29,6 +29,8 @@ def target(row: Row) -> float | None:
         return 1.0
     if row.crowded or row.suite == "gemm":
         return 1.0
+    if row.suite == "layers":
+        return 1.1
     if row.op == "all_reduce" and row.dtype == "float32":
         for size, direct, through in _ALL_REDUCE:
             if row.bytes == size:
@@ -70,5 +72,11 @@ GROUP_GOALS = (
         "gemm",
         1.3,
         lambda row: row.op == "matmul_all_reduce" and row.shape[0] <= _DECODE_ROWS,
+    ),
+    GroupGoal(
+        f"blocks of layers on up to {_DECODE_ROWS} tokens (decode)",
+        "layers",
+        2.0,
+        lambda row: row.shape[0] <= _DECODE_ROWS,
     ),
 )

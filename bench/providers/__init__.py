@@ -57,6 +57,12 @@ PROVIDERS: dict[str, Entry] = {
     "gemm": Entry("bench.providers.gemm:GemmAlone", ("torch",)),
     "collective": Entry("bench.providers.gemm:CollectiveAlone", ("torch",)),
     "symm_mem": Entry("bench.providers.gemm:SymmMem", ("torch",)),
+    "layers": Entry(
+        "bench.providers.blocks:Layers",
+        ("pyparallel._torch",),
+        mend="build it: pip install -e . in an environment that has torch",
+    ),
+    "dtensor": Entry("bench.providers.blocks:DTensor", ("torch",)),
     "limit": Entry(
         "bench.providers.limit:Limit", programs=("c++",), mend="install a C++17 compiler"
     ),

@@ -12,9 +12,13 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-SUITES = {"collectives": "bench.suites.collectives", "gemm": "bench.suites.gemm"}
-WEIGHTS = {"collectives": 3.0, "gemm": 2.0}
-ONE_WORLD = ("gemm",)  # a quick run of these has the first of its world sizes only
+SUITES = {
+    "collectives": "bench.suites.collectives",
+    "gemm": "bench.suites.gemm",
+    "layers": "bench.suites.layers",
+}
+WEIGHTS = {"collectives": 3.0, "gemm": 2.0, "layers": 1.0}
+ONE_WORLD = ("gemm", "layers")  # a quick run of these has the first of its world sizes only
 TABLES = {"model": "bench.model"}
 
 
