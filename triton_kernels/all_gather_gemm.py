@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from .all_gather_plan import CALL, USED, WORD, AllGatherLayout, AllGatherPlan, Shards
-from .all_gather_rows import gathered_rows, gathered_scales, push
+from .all_gather_rows import COPY_BYTES, gathered_rows, gathered_scales, pull, push
 from .gemm import finish_tile, multiply_tile, must_upcast, operand, scale_stride, store_tile
 from .signals import (
     LINE_BYTES,
@@ -61,7 +61,6 @@ _READERS = tl.constexpr(0)
 _PULL = tl.constexpr(1)
 _ROWS = tl.constexpr(2)
 _LINE = tl.constexpr(LINE_BYTES)
-_COPY_BYTES = 32 * 1024  # in flight per pulling program
 
 
 # --- 2 device helpers
@@ -96,13 +95,6 @@ def _consume_rows(
             if DESCRIPTORS:
                 fence_descriptor_reads()
     return arrived, go_on
-
-
-@triton.jit
-def _copy(to, source, start, count, COPY: tl.constexpr):
-    for at in range(0, count, COPY):
-        lane = at + tl.arange(0, COPY).to(tl.int64)
-        tl.store(to + start + lane, tl.load(source + start + lane, lane < count), lane < count)
 
 
 # --- 3 kernels
@@ -187,43 +179,29 @@ def all_gather_gemm_kernel(
     program = tl.program_id(0)
 
     if program < PULLERS:
-        if program == 0:  # the rows were stored by an earlier launch
-            for step in range(1, world):
-                if go_on:
-                    peer = nearest_first(step, rank, world)
-                    publish(peer_pointer(table, peer, READY + rank * _LINE, tl.int64), word)
-        before = 0
-        for step in range(1, world):
-            source = nearest_first(step, rank, world)
-            start = tl.load(starts + source)
-            size = tl.load(starts + source + 1) - start
-            chunks = chunk_count(size, chunk_rows)
-            mine = first_of_program(before, program, PULLERS)
-            if go_on & (mine < chunks):
-                ready = peer_pointer(table, rank, READY + source * _LINE, tl.int64)
-                go_on = consume(ready, word, failed, status, _PULL, source, timeout_us)
-            for chunk in range(mine, chunks, PULLERS):
-                if go_on:
-                    first = start + chunk * chunk_rows
-                    count = tl.minimum(chunk_rows, size - chunk * chunk_rows)
-                    _copy(
-                        peer_pointer(table, rank, rows_offset, ITEM),
-                        peer_pointer(table, source, rows_offset, ITEM),
-                        first.to(tl.int64) * K,
-                        count.to(tl.int64) * K,
-                        COPY,
-                    )
-                    if row_scale is not None:
-                        _copy(
-                            peer_pointer(table, rank, scales_offset, tl.float32),
-                            peer_pointer(table, source, scales_offset, tl.float32),
-                            first.to(tl.int64),
-                            count.to(tl.int64),
-                            1024,
-                        )
-                    offset = FLAGS + (source * MAX_CHUNKS + chunk) * _LINE
-                    publish(peer_pointer(table, rank, offset, tl.int64), word)
-            before += chunks
+        pull(
+            table,
+            starts,
+            status,
+            rows_offset,
+            scales_offset,
+            row_scale is not None,
+            rank,
+            world,
+            chunk_rows,
+            K,
+            word,
+            go_on,
+            timeout_us,
+            _PULL,
+            PULLERS,
+            ITEM,
+            COPY,
+            MAX_CHUNKS,
+            FAILED,
+            FLAGS,
+            READY,
+        )
     else:
         worker = program - PULLERS
         workers = tl.num_programs(0) - PULLERS
@@ -433,7 +411,7 @@ def all_gather_gemm(
         timeout_us,
         PULLERS=plan.pullers,
         ITEM={1: tl.int8, 2: tl.int16, 4: tl.int32}[x.element_size()],
-        COPY=_COPY_BYTES // x.element_size(),
+        COPY=COPY_BYTES // x.element_size(),
         ACTIVATION=activation,
         UPCAST=must_upcast(x.dtype),
         **layout.constants(plan.mode),

@@ -1,10 +1,19 @@
-"""The rows of an all-gather as tensors of the host, and their push to the peers by copies."""
+"""How rows get to the ranks that multiply them (protocol "rows here" of all_gather_gemm.py).
+
+Pushed by copies that the host starts, or pulled by programs of the reader's kernel.
+"""
 
 import torch
+import triton
+import triton.language as tl
 
 from .all_gather_plan import WORD, AllGatherLayout, Shards
-from .tile_order import farthest_first, on_host
+from .signals import LINE_BYTES, consume, peer_pointer, publish
+from .tile_order import chunk_count, farthest_first, first_of_program, nearest_first, on_host
 from .workspace import Workspace
+
+COPY_BYTES = 32 * 1024  # in flight per pulling program
+_LINE = tl.constexpr(LINE_BYTES)
 
 
 def gathered_rows(
@@ -56,3 +65,79 @@ def push(
             word = workspace.word(rank, layout.control + 8 * WORD.value)
             flag = workspace.word(peer, layout.pushed(rank, number))
             flag.copy_(word, non_blocking=True)  # 8 bytes at once, never byte by byte
+
+
+@triton.jit
+def pull(
+    table,
+    starts,
+    status,
+    rows_offset,
+    scales_offset,
+    SCALED: tl.constexpr,
+    rank,
+    world,
+    chunk_rows,
+    K,
+    word,
+    go_on,
+    timeout_us,
+    STEP: tl.constexpr,  # the number of this wait on the status page
+    PULLERS: tl.constexpr,
+    ITEM: tl.constexpr,
+    COPY: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    FAILED: tl.constexpr,
+    FLAGS: tl.constexpr,
+    READY: tl.constexpr,
+):
+    """What the first PULLERS programs of a launch do; arguments as all_gather_gemm_kernel's.
+
+    Chunks are dealt to them in the order in which tiles want them.
+    """
+    program = tl.program_id(0)
+    failed = peer_pointer(table, rank, FAILED, tl.int64)
+    if program == 0:  # the rows were stored by an earlier launch
+        for step in range(1, world):
+            if go_on:
+                peer = nearest_first(step, rank, world)
+                publish(peer_pointer(table, peer, READY + rank * _LINE, tl.int64), word)
+    before = 0
+    for step in range(1, world):
+        source = nearest_first(step, rank, world)
+        start = tl.load(starts + source)
+        size = tl.load(starts + source + 1) - start
+        chunks = chunk_count(size, chunk_rows)
+        mine = first_of_program(before, program, PULLERS)
+        if go_on & (mine < chunks):
+            ready = peer_pointer(table, rank, READY + source * _LINE, tl.int64)
+            go_on = consume(ready, word, failed, status, STEP, source, timeout_us)
+        for chunk in range(mine, chunks, PULLERS):
+            if go_on:
+                first = start + chunk * chunk_rows
+                count = tl.minimum(chunk_rows, size - chunk * chunk_rows)
+                _copy(
+                    peer_pointer(table, rank, rows_offset, ITEM),
+                    peer_pointer(table, source, rows_offset, ITEM),
+                    first.to(tl.int64) * K,
+                    count.to(tl.int64) * K,
+                    COPY,
+                )
+                if SCALED:
+                    _copy(
+                        peer_pointer(table, rank, scales_offset, tl.float32),
+                        peer_pointer(table, source, scales_offset, tl.float32),
+                        first.to(tl.int64),
+                        count.to(tl.int64),
+                        1024,
+                    )
+                offset = FLAGS + (source * MAX_CHUNKS + chunk) * _LINE
+                publish(peer_pointer(table, rank, offset, tl.int64), word)
+        before += chunks
+
+
+@triton.jit
+def _copy(to, source, start, count, COPY: tl.constexpr):
+    for at in range(0, count, COPY):
+        lane = at + tl.arange(0, COPY).to(tl.int64)
+        tl.store(to + start + lane, tl.load(source + start + lane, lane < count), lane < count)
