@@ -32,7 +32,7 @@ import triton.language as tl
 
 from .all_gather_plan import CALL, USED, WORD, AllGatherLayout, AllGatherPlan, Shards
 from .all_gather_rows import COPY_BYTES, gathered_rows, gathered_scales, pull, push
-from .gemm import finish_tile, multiply_tile, must_upcast, operand, scale_stride, store_tile
+from .gemm import multiply_tile, must_upcast, operand, scale_stride, write_tile
 from .signals import (
     LINE_BYTES,
     consume,
@@ -61,6 +61,7 @@ _READERS = tl.constexpr(0)
 _PULL = tl.constexpr(1)
 _ROWS = tl.constexpr(2)
 _LINE = tl.constexpr(LINE_BYTES)
+OPENING_WARPS = 1  # with more of them ptxas spills on sm_80
 
 
 # --- 2 device helpers
@@ -178,31 +179,32 @@ def all_gather_gemm_kernel(
     go_on = has_failed(failed) == 0
     program = tl.program_id(0)
 
-    if program < PULLERS:
-        pull(
-            table,
-            starts,
-            status,
-            rows_offset,
-            scales_offset,
-            row_scale is not None,
-            rank,
-            world,
-            chunk_rows,
-            K,
-            word,
-            go_on,
-            timeout_us,
-            _PULL,
-            PULLERS,
-            ITEM,
-            COPY,
-            MAX_CHUNKS,
-            FAILED,
-            FLAGS,
-            READY,
-        )
-    else:
+    if PULLERS > 0:  # noqa: SIM102  (a constant: without pullers their code must not be compiled)
+        if program < PULLERS:
+            pull(
+                table,
+                starts,
+                status,
+                rows_offset,
+                scales_offset,
+                row_scale is not None,
+                rank,
+                world,
+                chunk_rows,
+                K,
+                word,
+                go_on,
+                timeout_us,
+                _PULL,
+                PULLERS,
+                ITEM,
+                COPY,
+                MAX_CHUNKS,
+                FAILED,
+                FLAGS,
+                READY,
+            )
+    if program >= PULLERS:
         worker = program - PULLERS
         workers = tl.num_programs(0) - PULLERS
         before = 0
@@ -211,7 +213,7 @@ def all_gather_gemm_kernel(
             start = tl.load(starts + source)
             end = tl.load(starts + source + 1)
             tiles_m = tile_count(end - start, BLOCK_M)
-            arrived = -1
+            arrived = tl.full((), -1, tl.int32)
             for i in tl.static_range(len(outs)):
                 tiles_n = tile_count(columns[i], BLOCK_N)
                 mine = first_of_program(before, worker, workers)
@@ -257,14 +259,15 @@ def all_gather_gemm_kernel(
                             UPCAST,
                             DESCRIPTORS,
                         )
-                        rows = row + tl.arange(0, BLOCK_M)
-                        cols = column + tl.arange(0, BLOCK_N)
-                        values = finish_tile(
+                        write_tile(
+                            outs[i],
                             acc,
-                            rows,
-                            cols,
+                            row,
+                            column,
                             end,
                             columns[i],
+                            strides_om[i],
+                            strides_on[i],
                             row_scale,
                             1,
                             column_scales[i],
@@ -274,16 +277,8 @@ def all_gather_gemm_kernel(
                             0,
                             0,
                             ACTIVATION,
-                        )
-                        store_tile(
-                            outs[i],
-                            values,
-                            rows,
-                            cols,
-                            end,
-                            columns[i],
-                            strides_om[i],
-                            strides_on[i],
+                            BLOCK_M,
+                            BLOCK_N,
                         )
                 before += tiles_m * tiles_n
         # Without a tile nothing was waited for, and the gathered rows must be here all the same.
@@ -298,7 +293,7 @@ def all_gather_gemm_kernel(
                     0,
                     size,
                     chunk_rows,
-                    -1,
+                    tl.full((), -1, tl.int32),
                     go_on,
                     word,
                     status,
@@ -368,7 +363,7 @@ def all_gather_gemm(
         *(workspace.table, workspace.status, rank, workspace.world, signature, buffer, timeout_us),
         FAILED=layout.failed,
         DONE=layout.done,
-        num_warps=4,
+        num_warps=OPENING_WARPS,
     )
     own = slice(shards.starts[rank], shards.starts[rank + 1])
     gathered[own].copy_(x)

@@ -210,6 +210,65 @@ def store_tile(out, values, rows, columns, row_end, column_end, stride_om, strid
     tl.store(out + offsets, values.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(left, right) half of the columns."""
+    return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def write_tile(
+    out,  # [M, N]
+    acc,  # [BLOCK_M, BLOCK_N] fp32: the tile at (row, column)
+    row,
+    column,
+    row_end,
+    column_end,
+    stride_om,
+    stride_on,
+    row_scale,  # from here on as finish_tile
+    row_scale_stride,
+    column_scale,
+    column_scale_stride,
+    bias,
+    residual,
+    stride_rm,
+    stride_rn,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """finish_tile and store_tile, of a large tile one quarter of the columns after the other: what
+    all of them would need together does not fit into registers."""
+    LARGE: tl.constexpr = BLOCK_M * BLOCK_N > 128 * 128
+    PART: tl.constexpr = BLOCK_N // 4 if LARGE else BLOCK_N
+    rows = row + tl.arange(0, BLOCK_M)
+    if LARGE:
+        left, right = _halves(acc, BLOCK_M, BLOCK_N)
+        parts = _halves(left, BLOCK_M, BLOCK_N // 2) + _halves(right, BLOCK_M, BLOCK_N // 2)
+    else:
+        parts = (acc,)
+    for part in tl.static_range(len(parts)):
+        columns = column + part * PART + tl.arange(0, PART)
+        values = finish_tile(
+            parts[part],
+            rows,
+            columns,
+            row_end,
+            column_end,
+            row_scale,
+            row_scale_stride,
+            column_scale,
+            column_scale_stride,
+            bias,
+            residual,
+            stride_rm,
+            stride_rn,
+            ACTIVATION,
+        )
+        store_tile(out, values, rows, columns, row_end, column_end, stride_om, stride_on)
+
+
 # --- 3 kernel
 
 
@@ -267,14 +326,15 @@ def gemm_kernel(
             UPCAST,
             DESCRIPTORS,
         )
-        rows = row + tl.arange(0, BLOCK_M)
-        columns = column + tl.arange(0, BLOCK_N)
-        values = finish_tile(
+        write_tile(
+            out,
             acc,
-            rows,
-            columns,
+            row,
+            column,
             M,
             N,
+            stride_om,
+            stride_on,
             row_scale,
             row_scale_stride,
             column_scale,
@@ -284,8 +344,9 @@ def gemm_kernel(
             stride_rm,
             stride_rn,
             ACTIVATION,
+            BLOCK_M,
+            BLOCK_N,
         )
-        store_tile(out, values, rows, columns, M, N, stride_om, stride_on)
 
 
 # --- 4 launcher

@@ -104,10 +104,12 @@ else:
 def peer_pointer(table, peer, offset, dtype: tl.constexpr):
     """The address `offset` bytes into the workspace of `peer`; table: int64 [world] of addresses.
 
-    Offsets are multiples of 16, as all of a layout's are, and workspaces are aligned to lines.
+    Offsets are multiples of 16, as all of a layout's are, and workspaces are aligned to lines. The
+    hint must follow the cast: one on the integer is lost (triton 3.8), and each element is then
+    stored alone, by an address of its own.
     """
     address = tl.load(table + peer) + offset
-    return tl.multiple_of(address, 16).to(tl.pointer_type(dtype))
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -175,6 +177,7 @@ def consume(flag, word, failed, status, step, peer, timeout_us):
     """
     me = tl.program_id(0).to(tl.int64) + 1
     started = clock_ns()
+    limit_ns = tl.cast(timeout_us, tl.int64) * 1000
     seen = load_acquire(flag)
     stopped = seen * 0
     polls = 0
@@ -182,7 +185,7 @@ def consume(flag, word, failed, status, step, peer, timeout_us):
         polls += 1
         _pause(polls)
         if polls % POLLS_PER_LOOK == 0:
-            late = (clock_ns() - started) // 1000 > timeout_us
+            late = clock_ns() - started > limit_ns
             late = late | (tl.load(status + ABORT, volatile=True) != 0)
             claim = tl.where(late, me, 0)
             stopped = tl.atomic_cas(failed, stopped, claim, sem="relaxed", scope="gpu")

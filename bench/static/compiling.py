@@ -25,12 +25,12 @@ class Description:
 
     `arguments` names each argument that is no constant with its type as Triton spells it, and what
     it is a multiple of behind a colon: `"*bf16:16"`, `"i32:16"`, `"i64"`. Those that `constants`
-    names are `tl.constexpr`.
+    names are `tl.constexpr`. A tuple argument is a tuple of such texts, and of the constants in it.
     """
 
     name: str
     kernel: Any
-    arguments: Mapping[str, str]
+    arguments: Mapping[str, Any]
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
@@ -73,18 +73,26 @@ def compile_for(description: Description, arch: int) -> Compiled:
 
     names = list(description.kernel.arg_names)
     _check(description, names)
-    types = {
-        name: description.arguments[name].split(":")[0]
-        if name in description.arguments
-        else "constexpr"
-        for name in names
-    }
-    multiples = {
-        (index,): [["tt.divisibility", int(description.arguments[name].split(":")[1])]]
-        for index, name in enumerate(names)
-        if ":" in description.arguments.get(name, "")
-    }
+    types: dict[str, Any] = {}
+    multiples: dict[tuple[int, ...], list[list[Any]]] = {}
     constants = {(names.index(name),): value for name, value in description.constants.items()}
+    for index, name in enumerate(names):
+        given = description.arguments.get(name)
+        if isinstance(given, tuple):
+            parts = [((index, part), one) for part, one in enumerate(given)]
+        else:
+            parts = [((index,), given)]
+        kinds = []
+        for place, one in parts:
+            kind, _, multiple = (
+                one.partition(":") if isinstance(one, str) else ("constexpr", "", "")
+            )
+            kinds.append(kind)
+            if multiple:
+                multiples[place] = [["tt.divisibility", int(multiple)]]
+            if len(place) > 1 and kind == "constexpr":
+                constants[place] = one
+        types[name] = tuple(kinds) if isinstance(given, tuple) else kinds[0]
     source = triton.compiler.ASTSource(description.kernel, types, constants, multiples)
     options = {
         "num_warps": description.num_warps,
