@@ -12,11 +12,12 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "doctor": "versions, build, machine, and what works here and what not",
     "bench": "compare with stock PyTorch (from a source tree): bench --help",
+    "calibrate": "time the algorithms of the ops here, for the ops to choose by: calibrate --help",
 }
 
 USAGE = (
     "usage: pyparallel COMMAND [ARGUMENT...]\n       pyparallel --version | --help\n\n"
-    + "\n".join(f"  {name:8} {effect}" for name, effect in COMMANDS.items())
+    + "\n".join(f"  {name:9} {effect}" for name, effect in COMMANDS.items())
 )
 
 
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command == "doctor":
         return int(import_module("pyparallel.doctor").main(arguments))
+    if command == "calibrate":
+        return int(import_module("pyparallel.ops.calibrate").main(arguments))
     if command == "bench":
         return _bench(arguments)
     print(f"pyparallel: no command {command!r}\n{USAGE}", file=sys.stderr)

@@ -42,9 +42,9 @@ class Host:
 
 
 HOST = Host(
-    gflops={"fp64": 30.0, "fp32": 60.0, "bf16": 100.0, "fp16": 20.0},
+    gflops={"fp64": 45.0, "fp32": 95.0, "bf16": 205.0, "fp16": 95.0},
     gemm_us=4.0,
-    weight_gbps=10.0,
+    weight_gbps=14.0,
     call_us=3.0,
     staged_gbps=9.0,
     direct_gbps=14.0,
