@@ -27,7 +27,7 @@ from bench.report.summary import show_summary
 from bench.report.table import show
 from bench.suites import ONE_WORLD, SUITES, TABLES, WEIGHTS, suite, table
 
-QUICK_SECONDS = 110.0  # for the cases of all suites and world sizes together
+QUICK_SECONDS = 95.0  # for the cases of all suites and world sizes together
 MOST_RANKS = 8  # of a run that names no world sizes: each rank holds buffers and a torch of its own
 METHOD = (
     "Inputs are random; each side is verified against float64 on all ranks before it is timed. "

@@ -29,7 +29,7 @@ __all__ = ["DTYPES", "Candidate", "Choice", "Chooser", "Policy", "algorithms"]
 
 NOISE = 0.03  # a difference that two measurements of the same thing may have
 REACH = 3.0  # octaves, both shared sizes together, from a measured shape to one it speaks for
-PARTS = (512, 2048, 8192)  # sizes of a rank's part of the weight that the model is asked for
+WHOLES = (4096, 16384, 57344)  # sizes of a weight, of whose parts the model is asked
 DTYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8",
@@ -331,12 +331,13 @@ def _modelled(
         return Problem(op, m, n, k, dtype, world)
 
     machine = machine_named(policy.machine) if policy.machine else None
+    parts = [max(1, whole // world) for whole in WHOLES]
     found = []
     for name in usable:
-        times = [predicted(problem(part), name, device, machine) for part in PARTS]
-        plain = [predicted(problem(part), "plain", device, machine) for part in PARTS]
+        times = [predicted(problem(part), name, device, machine) for part in parts]
+        plain = [predicted(problem(part), "plain", device, machine) for part in parts]
         known = [(t, p) for t, p in zip(times, plain, strict=True) if t is not None and p]
-        if len(known) < len(PARTS):
+        if len(known) < len(parts):
             found.append(Candidate(name, None, "no prediction"))
             continue
         us = _mean([t for t, _ in known])
