@@ -82,3 +82,36 @@ def test_without_a_file_to_write_nothing_is_measured(monkeypatch, capsys):
     monkeypatch.setenv("PYPARALLEL_RULE", "none")
     assert calibrate.main([]) == 2
     assert "there is no file to write" in capsys.readouterr().err
+
+
+def calibrate_here(path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYPARALLEL_RULE": str(path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pyparallel", "calibrate", "--dtype", "fp32", *words]
+    return subprocess.run(
+        [*command, "--op", "matmul_all_reduce"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_the_command_writes_a_file_that_is_then_in_use(tmp_path):
+    path = tmp_path / "cache" / "rule.json"
+    done = calibrate_here(path, "--seconds", "1.5")
+    assert done.returncode == 0, done.stderr
+    assert f"written to {path}" in done.stdout
+    found, why = load(path)
+    assert found is not None, why
+    assert found.points
+    for point in found.points:
+        assert (point.op, point.world, point.dtype) == ("matmul_all_reduce", 2, "fp32")
+        assert set(point.us) == set(algorithms(point.op, "cpu"))
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_rank_that_fails_ends_the_command(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = calibrate_here(tmp_path / "file" / "rule.json", "--seconds", "0.001")
+    assert done.returncode == 1
+    assert "rank 0 failed" in done.stderr
