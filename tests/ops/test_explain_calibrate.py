@@ -10,6 +10,7 @@ from pyparallel.errors import InvalidArgument
 from pyparallel.ops import calibrate
 from pyparallel.ops.choosing import algorithms
 from pyparallel.ops.model import OPS, Problem
+from pyparallel.ops.rule import load
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,23 +85,13 @@ def test_without_a_file_to_write_nothing_is_measured(monkeypatch, capsys):
     assert "there is no file to write" in capsys.readouterr().err
 
 
-def calibrate_here(path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "PYPARALLEL_RULE": str(path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pyparallel", "calibrate", "--dtype", "fp32", *words]
-    return subprocess.run(
-        [*command, "--op", "matmul_all_reduce"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-
-
-def test_the_command_writes_a_file_that_is_then_in_use(tmp_path):
+def test_the_command_writes_a_file_that_is_then_in_use(tmp_path, monkeypatch, capfd):
     path = tmp_path / "cache" / "rule.json"
-    done = calibrate_here(path, "--seconds", "1.5")
-    assert done.returncode == 0, done.stderr
-    assert f"written to {path}" in done.stdout
+    monkeypatch.setenv("PYPARALLEL_RULE", str(path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = ["--dtype", "fp32", "--op", "matmul_all_reduce", "--seconds", "1.5"]
+    assert calibrate.main(words) == 0, capfd.readouterr().err
+    assert f"written to {path}" in capfd.readouterr().out
     found, why = load(path)
     assert found is not None, why
     assert found.points
@@ -108,10 +99,8 @@ def test_the_command_writes_a_file_that_is_then_in_use(tmp_path):
         assert (point.op, point.world, point.dtype) == ("matmul_all_reduce", 2, "fp32")
         assert set(point.us) == set(algorithms(point.op, "cpu"))
     assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_rank_that_fails_ends_the_command(tmp_path):
+    # A rank that fails ends the command: here there is no folder to write to.
     (tmp_path / "file").write_text("")
-    done = calibrate_here(tmp_path / "file" / "rule.json", "--seconds", "0.001")
-    assert done.returncode == 1
-    assert "rank 0 failed" in done.stderr
+    monkeypatch.setenv("PYPARALLEL_RULE", str(tmp_path / "file" / "rule.json"))
+    assert calibrate.main([*words[:-1], "0.001"]) == 1
+    assert "rank 0 failed" in capfd.readouterr().err
