@@ -172,11 +172,16 @@ def _lacks(arguments: argparse.Namespace) -> str:
         return f"--world {arguments.world}: one rank has nothing to choose; want two or more"
     if arguments.seconds <= 0:
         return f"--seconds {arguments.seconds:g}: want more than none"
-    if default_path() is None:
+    path = default_path()
+    if path is None:
         return "PYPARALLEL_RULE is none: there is no file to write"
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.world:
         seen = torch.cuda.device_count()
         return f"--device cuda: {arguments.world} ranks need a GPU each; torch sees {seen}"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"no folder for {path}: {error.strerror}"
     return ""
 
 
@@ -190,14 +195,15 @@ def _start(arguments: argparse.Namespace, argv: list[str], folder: Path) -> int:
             command = [sys.executable, "-m", "pyparallel", "calibrate", *argv]
             command += ["--rank", str(rank), "--folder", str(folder)]
             started.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
-        while any(process.poll() is None for process in started):
+        while True:
             failed = [r for r, p in enumerate(started) if p.poll() not in (None, 0)]
             if failed or time.monotonic() > deadline:
                 what = f"rank {failed[0]} failed" if failed else "the ranks take too long"
                 print(f"python -m pyparallel calibrate: {what}", file=sys.stderr)
                 return 1
+            if all(process.poll() == 0 for process in started):
+                return 0
             time.sleep(0.05)
-        return max(process.returncode != 0 for process in started)
     finally:
         for process in started:
             if process.poll() is None:

@@ -99,8 +99,14 @@ def test_the_command_writes_a_file_that_is_then_in_use(tmp_path, monkeypatch, ca
         assert (point.op, point.world, point.dtype) == ("matmul_all_reduce", 2, "fp32")
         assert set(point.us) == set(algorithms(point.op, "cpu"))
     assert path.stat().st_mode & 0o777 == 0o600
-    # A rank that fails ends the command: here there is no folder to write to.
+    # A rank that fails ends the command: here it finds no memory to share.
+    monkeypatch.setenv("PYPARALLEL_SHM_DIR", str(tmp_path / "nowhere"))
+    assert calibrate.main(words) == 1
+    assert "failed" in capfd.readouterr().err
+
+
+def test_a_folder_that_cannot_be_is_told_before_anything_starts(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PYPARALLEL_RULE", str(tmp_path / "file" / "rule.json"))
-    assert calibrate.main([*words[:-1], "0.001"]) == 1
-    assert "rank 0 failed" in capfd.readouterr().err
+    assert calibrate.main([]) == 2
+    assert "no folder for" in capsys.readouterr().err
