@@ -11,6 +11,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "doctor": "versions, build, machine, and what works here and what not",
+    "simulate": "who does what when in a pipeline, and what a step takes, on paper",
     "bench": "compare with stock PyTorch (from a source tree): bench --help",
     "calibrate": "time the algorithms of the ops here, for the ops to choose by: calibrate --help",
 }
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(import_module("pyparallel.doctor").main(arguments))
     if command == "calibrate":
         return int(import_module("pyparallel.ops.calibrate").main(arguments))
+    if command == "simulate":
+        return int(import_module("pyparallel.simulate").main(arguments))
     if command == "bench":
         return _bench(arguments)
     print(f"pyparallel: no command {command!r}\n{USAGE}", file=sys.stderr)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_commands():
-    assert set(cli.COMMANDS) == {"doctor", "bench", "calibrate"}
+    assert set(cli.COMMANDS) == {"doctor", "simulate", "bench", "calibrate"}
 
 
 def test_help_names_every_command(capsys):

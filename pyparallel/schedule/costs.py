@@ -12,6 +12,7 @@ from pyparallel.schedule.errors import ScheduleError
 __all__ = ["Costs", "StageCosts"]
 
 PerStage = float | Sequence[float]
+_SINGLE = ("overlap", "latency", "bandwidth")  # the same for all stages
 
 
 class StageCosts(NamedTuple):
@@ -70,11 +71,14 @@ class Costs:
 
     def __post_init__(self) -> None:
         misfits = []
+        if not isinstance(self.overlapped, bool):
+            misfits.append(f"overlapped={self.overlapped!r}: True or False is expected")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "overlapped" or value is None:
+            if field.name == "overlapped" or (value is None and field.default is None):
                 continue
-            for number in value if _is_sequence(value) else (value,):
+            single = field.name in _SINGLE or not _is_sequence(value)
+            for number in (value,) if single else value:
                 if isinstance(number, bool) or not isinstance(number, (int, float, Fraction)):
                     misfits.append(f"{field.name}={value!r}: {number!r} is no number")
                 elif not number >= 0 or (math.isinf(number) and field.name != "bandwidth"):

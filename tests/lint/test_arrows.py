@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "schedule": (set(), {"numpy"}),
     "planner": (set(), {"numpy"}),
-    "viz": ({"schedule", "planner"}, {"numpy"}),
+    # matplotlib is loaded only for a PNG.
+    "viz": ({"schedule", "planner"}, {"numpy", "matplotlib"}),
     "triton_kernels": (set(), {"triton", "torch"}),
     # _autoload only tells torch a name: its arrow back to comm is followed by the first group.
     "comm": ({"_core", "_torch", "_autoload", "errors"}, {"torch"}),
@@ -40,6 +41,7 @@ TOP = {
     "doctor_capabilities",
     "doctor_gpu",
     "doctor_machine",
+    "simulate",
 }
 # Room of csrc -> what it may include: other rooms, and single headers.
 CSRC: dict[str, set[str]] = {

@@ -31,6 +31,8 @@ PUBLIC = {
     "pyparallel.schedule": """FAMILIES FORMS NO_MICROBATCH Action Channel Costs Family Kind Place
         Report Schedule ScheduleError Simulation Span Unit auto_schedule dumps generate grid loads
         simulate units validate with_steps with_transfers""",
+    "pyparallel.simulate": "main",
+    "pyparallel.viz": "chrome_trace timeline_png timeline_svg",
     "pyparallel.doctor": "main report",
 }
 

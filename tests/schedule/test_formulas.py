@@ -99,7 +99,7 @@ def test_looped_bfs(v):
             assert kept("looped-bfs", p, m, 1, 1, chunks=v) == [m * v] * p
 
 
-@pytest.mark.parametrize("times", [EQUAL, (2, 2, 1), (3, 2, 2)])
+@pytest.mark.parametrize("times", [EQUAL, *UNEQUAL, (2, 2, 1)])
 def test_zb_h1(times):
     """(p - 1)(F + B - W); worker i from 1 keeps (p - i + 1) M_B + (i - 1) M_W."""
     f, b, w = times
@@ -111,11 +111,13 @@ def test_zb_h1(times):
         assert bubble("zb-h1", p, 2 * p)[0] == p - 1
 
 
-def test_zb_h2():
+@pytest.mark.parametrize("times", [EQUAL, *UNEQUAL, (2, 2, 1)])
+def test_zb_h2(times):
     """(p - 1)(F + B - 2W), so 0 for equal passes; (2p - 2i + 1) M_B + (2i - 2) M_W."""
+    f, b, w = times
     for p in RANKS:
         for m in (2 * p - 1, 2 * p, 3 * p + 1):
-            assert bubble("zb-h2", p, m)[1] == 0
+            assert bubble("zb-h2", p, m, times)[1] == (p - 1) * (f + b - 2 * w)
             expected = [(2 * p - 2 * i + 1) * 1000 + (2 * i - 2) * 7 for i in range(1, p + 1)]
             assert kept("zb-h2", p, m, 1000, 7) == expected
 
