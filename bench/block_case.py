@@ -2,8 +2,8 @@
 
 The blocks are those of Llama-3-8B (arXiv 2407.21783, table 3: hidden 4096, 32 query and 8 kv heads
 of 128, 14336 features between); on CPU of an eighth of its width, with as many query heads to a kv
-head, so that the weights which a decoding step reads lie in caches. Rotary embedding is left out: it
-is the same local arithmetic on all sides. Decoding is one new token for each of M sequences against
+head, so that the weights which a decoding step reads lie in caches. Rotary embedding is left out,
+the same local arithmetic on all sides. Decoding is one new token for each of M sequences against
 CACHE cached ones, prefill is one causal sequence of M tokens.
 
     forward   y [M, hidden], replicated
