@@ -104,7 +104,6 @@ class Sharded(nn.Module):
         )
         if whole.head.weight is whole.embed.weight:
             layers.tie(self.embed, self.head)
-        self.group = group
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -121,7 +120,7 @@ class Sharded(nn.Module):
 
         return VocabParallelCrossEntropy(
             self.head.partition,
-            self.group,
+            self.embed.place.group,
             ignore_index=IGNORED,
             label_smoothing=smoothing,
             z_loss=z,
