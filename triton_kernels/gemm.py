@@ -40,6 +40,7 @@ class TileConfig:
     num_warps: int = 8
     programs: int = 132  # programs of the persistent grid, at most
     descriptors: bool = False  # loads by TMA; needs fits_descriptor() of both operands
+    halves: bool = False  # fp32 tiles leave the registers in two halves, where one does not fit
 
     def constants(self) -> dict[str, object]:
         """The constexpr arguments that all kernels on this loop share."""

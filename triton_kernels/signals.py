@@ -25,6 +25,7 @@ import triton.language as tl
 
 LINE_BYTES = 128
 LINE = LINE_BYTES // 8  # int64 words between words that different ranks poll
+_LINE = tl.constexpr(LINE)
 
 
 @triton.jit
@@ -203,6 +204,75 @@ def consume(flag, word, failed, status, step, peer, timeout_us):
         if before == 0:
             _record(status, MISMATCHED, step, peer, word, seen, clock_ns() - started)
     return (ahead >= 0) & (stopped == 0) & (differs == 0)
+
+
+@triton.jit
+def consume_all(
+    flags,
+    peers,
+    peer_words,
+    each,
+    word,
+    failed,
+    status,
+    step,
+    first_peer,
+    timeout_us,
+    LANES: tl.constexpr,
+):
+    """`consume` of peers * each flags at once: one latency, not one after another.
+
+    Flag j of peer first_peer + i lies i * peer_words + j * LINE words behind `flags`. LANES: the
+    threads of the program, so that each polls a flag of its own. Only minima over all lanes decide,
+    and those are alike in all threads (the trap of `consume`).
+    """
+    me = tl.program_id(0).to(tl.int64) + 1
+    count = tl.to_tensor(peers * each).to(tl.int32)
+    started = clock_ns()
+    limit_ns = tl.cast(timeout_us, tl.int64) * 1000
+    go_on = count >= 0
+    for first in range(0, count, LANES):
+        if go_on:
+            lane = first + tl.arange(0, LANES)
+            mine = lane < count
+            pointers = flags + (lane // each).to(tl.int64) * peer_words + (lane % each) * _LINE
+            nothing = tl.zeros((LANES,), tl.int64)
+            seen = tl.atomic_add(pointers, nothing, mask=mine, sem="acquire", scope="sys")
+            ahead = tl.where(mine, calls_ahead(seen, word), 0)
+            least = tl.min(ahead, axis=0)
+            stopped = least * 0
+            polls = 0
+            while (least < 0) & (stopped == 0):
+                polls += 1
+                _pause(tl.to_tensor(polls))
+                if polls % POLLS_PER_LOOK == 0:
+                    late = clock_ns() - started > limit_ns
+                    late = late | (tl.load(status + ABORT, volatile=True) != 0)
+                    claim = tl.where(late, me, 0)
+                    stopped = tl.atomic_cas(failed, stopped, claim, sem="relaxed", scope="gpu")
+                seen = tl.atomic_add(pointers, nothing, mask=mine, sem="acquire", scope="sys")
+                ahead = tl.where(mine, calls_ahead(seen, word), 0)
+                least = tl.min(ahead, axis=0)
+            differs = mine & (ahead == 0) & (seen != word)
+            differ = tl.max(differs.to(tl.int32), axis=0)
+            go_on = (least >= 0) & (differ == 0)
+            if least < 0:
+                if stopped == me:
+                    at = tl.argmin(ahead, axis=0)
+                    told = tl.sum(tl.where(lane == first + at, seen, 0), axis=0)
+                    aborted = tl.load(status + ABORT, volatile=True) != 0
+                    state = tl.where(aborted, ABORTED, TIMED_OUT)
+                    peer = first_peer + (first + at) // each
+                    _record(status, state, step, peer, word, told, clock_ns() - started)
+            elif differ != 0:
+                before = tl.atomic_cas(failed, stopped * 0, me, sem="relaxed", scope="gpu")
+                if before == 0:
+                    at = tl.argmax(differs.to(tl.int32), axis=0)
+                    told = tl.sum(tl.where(lane == first + at, seen, 0), axis=0)
+                    peer = first_peer + (first + at) // each
+                    _record(status, MISMATCHED, step, peer, word, told, clock_ns() - started)
+    tl.debug_barrier()  # every thread's acquire comes before any thread's loads
+    return go_on
 
 
 @triton.jit
