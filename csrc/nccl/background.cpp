@@ -4,10 +4,10 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <thread>
 
 #include "base/error.h"
 #include "base/interrupt.h"
+#include "base/thread.h"
 #include "nccl/driver.h"
 
 namespace pyparallel::nccl {
@@ -33,20 +33,21 @@ constexpr std::chrono::milliseconds interrupt_period{50};
 
 bool run_with_deadline(std::function<void()> call, Deadline deadline) {
   auto outcome = std::make_shared<Outcome>();
-  std::thread([outcome, call = std::move(call), context = current_context()]() mutable {
-    if (context != nullptr) use_context(context);
-    std::exception_ptr error;
-    try {
-      call();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    call = nullptr;
+  const auto finish = [outcome](const std::exception_ptr& error) noexcept {
     const std::lock_guard<std::mutex> lock(outcome->mutex);
     outcome->error = error;
     outcome->done = true;
     outcome->changed.notify_all();
-  }).detach();
+  };
+  start_thread(
+      "a thread for a call of NCCL that may wait",
+      [finish, call = std::move(call), context = current_context()]() mutable {
+        if (context != nullptr) use_context(context);
+        call();
+        call = nullptr;
+        finish(nullptr);
+      },
+      finish);
 
   std::unique_lock<std::mutex> lock(outcome->mutex);
   while (!outcome->done && !deadline.expired()) {
@@ -73,15 +74,15 @@ void run_detached(std::function<void()> call) noexcept {
     state.changed.notify_all();
   };
   try {
-    std::thread([ended, call = std::move(call), context = current_context()]() mutable {
-      if (context != nullptr) use_context(context);
-      try {
-        call();
-      } catch (...) {  // nobody is left to tell
-      }
-      call = nullptr;
-      ended();
-    }).detach();
+    start_thread(
+        "a thread that ends a communicator",
+        [ended, call = std::move(call), context = current_context()]() mutable {
+          if (context != nullptr) use_context(context);
+          call();
+          call = nullptr;
+          ended();
+        },
+        [ended](const std::exception_ptr&) noexcept { ended(); });  // nobody is left to tell
   } catch (...) {
     ended();
   }

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/thread.h"
 #include "nccl/background.h"
 #include "nccl/communicator.h"
 
@@ -74,7 +75,12 @@ void Watchdog::add(std::weak_ptr<Communicator> communicator) {
   const std::lock_guard<std::mutex> lock(dog.mutex_);
   dog.communicators_.push_back(std::move(communicator));
   if (dog.running_) return;
-  std::thread([&dog] { run(dog); }).detach();
+  start_thread(
+      "the thread that watches communicators", [&dog] { run(dog); },
+      [&dog](const std::exception_ptr&) noexcept {  // add() starts it again
+        const std::lock_guard<std::mutex> ending(dog.mutex_);
+        dog.running_ = false;
+      });
   dog.running_ = true;
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 
 #include "base/env.h"
 #include "base/error.h"
@@ -10,6 +9,7 @@
 #include "shm/group.h"
 #include "shm/point_to_point.h"
 #include "shm/reduce.h"
+#include "shm/turns.h"
 #include "shm/worker.h"
 
 namespace pyparallel::shm {
@@ -175,17 +175,21 @@ class Seat final : public Communicator {
   // The right to make the next collective: after all that is queued, one thread at a time.
   class Turn {
    public:
-    Turn(Seat& seat, const Deadline& deadline) {
-      if (!seat.worker_.idle() && !seat.worker_.on_this_thread()) drain(seat, deadline);
-      lock_ = std::unique_lock(seat.turn_);
+    Turn(Seat& seat, const Deadline& deadline) : turns_(seat.turns_) {
+      const bool others_first = !seat.worker_.idle() && !seat.worker_.on_this_thread();
+      if (others_first || !turns_.try_begin()) wait(seat, deadline, others_first);
     }
+    ~Turn() { turns_.end(); }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
 
    private:
     // The peers make the call that this rank gives up, so its later ones would meet theirs one
     // place off: that breaks the group.
-    static void drain(Seat& seat, const Deadline& deadline) {
+    static void wait(Seat& seat, const Deadline& deadline, bool others_first) {
       try {
-        seat.worker_.drain(deadline);
+        if (others_first) seat.worker_.drain(deadline);
+        seat.turns_.begin(deadline, seat.name());
       } catch (const Timeout& error) {
         seat.group_->fail(error.status(), str(error.what(), " (rank ", seat.rank(), ")"));
         seat.group_->throw_if_unusable();
@@ -196,7 +200,7 @@ class Seat final : public Communicator {
         throw;
       }
     }
-    std::unique_lock<std::mutex> lock_;
+    Turns& turns_;
   };
 
   template <typename Check, typename Run>
@@ -249,7 +253,7 @@ class Seat final : public Communicator {
   Collectives collectives_;
   std::shared_ptr<PointToPoint> transfers_;
   Worker worker_;
-  std::mutex turn_;
+  Turns turns_;
 };
 
 std::shared_ptr<Communicator> Seat::split(int color, int key, const Options& options) {

@@ -60,6 +60,9 @@ class Work {
   // Returns when done; throws what the call threw, or Timeout when the deadline comes first.
   virtual void wait(Deadline deadline) = 0;
   virtual int source() const { return -1; }  // of a finished receive: whose message it was
+  // Takes back a receive that has no message yet: then it is done, and true is given. False when a
+  // message has begun to come, and of what cannot be taken back.
+  virtual bool cancel() { return false; }
 };
 
 // One rank's seat in one group. close() may be called twice; the destructor never waits or throws.

@@ -77,7 +77,7 @@ std::shared_ptr<PointToPoint::Transfer> PointToPoint::start_send(const void* dat
   reserve_rings(to);
   sends_[to].push_back(transfer);
   ++pending_;
-  if (sends_[to].size() == 1) push(to);
+  if (sends_[to].size() == 1) guarded([&] { push(to); });
   return transfer;
 }
 
@@ -97,18 +97,15 @@ std::shared_ptr<PointToPoint::Transfer> PointToPoint::start_recv(void* data, std
   group_->page(rank_).core.store(sched_getcpu(), std::memory_order_relaxed);
   reserve_rings(-1);
   ++pending_;
-  if (match_unexpected(*transfer)) {
-    if (!transfer->done()) incoming_[transfer->source_]->unexpected.back().claimed = transfer;
-    return transfer;
-  }
-  receives_.push_back(transfer);
-  try {
+  guarded([&] {
+    if (match_unexpected(*transfer)) {
+      if (!transfer->done()) incoming_[transfer->source_]->unexpected.back().claimed = transfer;
+      return;
+    }
+    receives_.push_back(transfer);
     for (int r = 0; r < size_; ++r)
       if (from == r || from < 0) pull(r, false);
-  } catch (const Error& error) {  // a damaged header: the group is broken
-    end_all(error);
-    throw;
-  }
+  });
   return transfer;
 }
 
@@ -149,8 +146,8 @@ void PointToPoint::hand_over(const Incoming::Unexpected& message, Transfer& tran
   if (!misfit.empty()) {
     transfer.status_ = Status::mismatch;
     transfer.error_ = describe(transfer) + misfit;
-  } else if (!message.data.empty()) {
-    std::memcpy(transfer.data_, message.data.data(), message.data.size());
+  } else if (message.count > 0) {
+    std::memcpy(transfer.data_, message.data.get(), message.count * size_of(message.dtype));
   }
   finish(transfer);
 }
@@ -233,6 +230,19 @@ bool PointToPoint::take_header(int from, bool drain) {
     return receive->peer_ == from || receive->peer_ < 0;
   });
   if (wanted == receives_.end() && !drain && !one_behind) return false;
+  std::unique_ptr<std::byte[]> aside;
+  if (wanted == receives_.end()) {
+    const std::size_t bytes = header.count * size_of(dtype);
+    aside.reset(new (std::nothrow) std::byte[bytes]);  // not cleared: the message will fill it
+    if (aside == nullptr) {
+      group_->fail(Status::no_memory,
+                   str("recv on rank ", rank_, ", group ", group_->name(), ": a message of ", bytes,
+                       " bytes (", header.count, " ", name_of(dtype), ", tag ", header.tag,
+                       ") from rank ", from, " came before it was asked for, and there is no ",
+                       "memory to keep it in; post its receive before those of later messages"));
+      group_->throw_if_unusable();
+    }
+  }
   incoming.arriving = true;
   incoming.bytes = header.count * size_of(dtype);
   incoming.moved = 0;
@@ -241,8 +251,8 @@ bool PointToPoint::take_header(int from, bool drain) {
   incoming.read += kLine;
   if (wanted == receives_.end()) {
     incoming.unexpected.push_back(
-        {header.tag, header.count, dtype, std::vector<std::byte>(incoming.bytes), false, nullptr});
-    incoming.target = incoming.unexpected.back().data.data();
+        {header.tag, header.count, dtype, std::move(aside), false, nullptr});
+    incoming.target = incoming.unexpected.back().data.get();
     return true;
   }
   incoming.receive = *wanted;

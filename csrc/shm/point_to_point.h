@@ -12,6 +12,8 @@
 //             that ranks that all send first cannot block each other
 // Matching: a receive takes the oldest message of its (source, tag). Messages that nobody asked for
 // yet stay in the ring (that holds the sender back), unless one behind them is asked for.
+// A message that must be taken in and finds no memory breaks the group: it could neither stay in
+// the ring, where what is behind it is needed, nor be dropped, as it may be asked for later.
 #pragma once
 
 #include <atomic>
@@ -23,6 +25,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/thread.h"
 #include "shm/communicator.h"
 #include "shm/group.h"
 #include "shm/peer_writer.h"
@@ -44,6 +47,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void wait(Transfer& transfer, const Deadline& deadline);
   // Lets a thread of this engine move what is started while nobody waits.
   void progress_in_background();
+  // See Work::cancel.
+  bool cancel(Transfer& transfer);
   // Ends all transfers with Closed. Never waits.
   void stop() noexcept;
 
@@ -56,7 +61,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
       std::int64_t tag;
       std::size_t count;
       DType dtype;
-      std::vector<std::byte> data;
+      std::unique_ptr<std::byte[]> data;
       bool complete = false;
       std::shared_ptr<Transfer> claimed;  // asked for while still arriving
     };
@@ -78,7 +83,12 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void finish_unexpected(int from);
   bool match_unexpected(Transfer& transfer);
   void hand_over(const Incoming::Unexpected& message, Transfer& transfer);
-  void end_all(const Error& error);
+  // Ends all transfers. What is none of our own errors breaks the group; those come of that.
+  void end_all(const Cause& cause) noexcept;
+  // Runs `body`; what it throws ends all transfers and is thrown as one of our own errors. With
+  // mutex_ held, as end_all().
+  template <typename Body>
+  void guarded(const Body& body);
   void reserve_rings(int to);
   class Gone;
   void look_after(const Transfer& transfer, const Deadline* deadline, Gone& gone);
@@ -104,12 +114,24 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   bool background_idle_ = false;
 };
 
+template <typename Body>
+void PointToPoint::guarded(const Body& body) {
+  try {
+    body();
+  } catch (...) {
+    const Cause cause = cause_of(std::current_exception());
+    end_all(cause);
+    throw_status(cause.status, cause.text);
+  }
+}
+
 // One send or receive. Fields are the engine's, under its mutex; `done` may be read by anybody.
 class PointToPoint::Transfer : public Work {
  public:
   bool done() const override { return done_.load(std::memory_order_acquire); }
   void wait(Deadline deadline) override { engine_->wait(*this, deadline); }
   int source() const override { return source_; }
+  bool cancel() override { return engine_->cancel(*this); }
 
  private:
   friend class PointToPoint;

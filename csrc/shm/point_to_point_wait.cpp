@@ -32,11 +32,15 @@ class PointToPoint::Gone {
   std::vector<bool> before_, now_;
 };
 
-void PointToPoint::end_all(const Error& error) {
+void PointToPoint::end_all(const Cause& cause) noexcept {
+  if (!cause.named) group_->fail(cause.status, cause.text);
   const auto end = [&](Transfer& transfer) {
     if (transfer.done()) return;
-    transfer.status_ = error.status();
-    transfer.error_ = error.what();
+    transfer.status_ = cause.status;
+    try {
+      transfer.error_ = cause.text;
+    } catch (const std::bad_alloc&) {  // the status says it
+    }
     finish(transfer);
   };
   for (auto& queue : sends_) {
@@ -120,11 +124,12 @@ void PointToPoint::wait(Transfer& transfer, const Deadline& deadline) {
         look_after(transfer, &deadline, gone);
       }
     }
-  } catch (const Error& error) {
+  } catch (...) {
+    const Cause cause = cause_of(std::current_exception());
     // Nothing may be moved into or out of the callers' arrays once this has thrown.
     std::lock_guard lock(mutex_);
-    if (!transfer.done()) end_all(error);
-    if (error.status() == Status::interrupted) throw;
+    if (!transfer.done()) end_all(cause);
+    if (cause.status == Status::interrupted) throw;
   }
   if (transfer.status_ != Status::ok) throw_status(transfer.status_, transfer.error_);
 }
@@ -133,8 +138,22 @@ void PointToPoint::progress_in_background() {
   std::lock_guard lock(mutex_);
   if (pending_ == 0 || stopped_) return;
   if (!background_running_) {
+    guarded([&] {
+      try {
+        start_thread(
+            str("group ", group_->name(), ": the thread that moves messages"),
+            [self = shared_from_this()] { self->background(); },
+            [self = shared_from_this()](const std::exception_ptr& thrown) noexcept {
+              std::lock_guard ending(self->mutex_);
+              self->end_all(cause_of(thrown));
+              self->background_running_ = false;
+            });
+      } catch (const SystemError& error) {
+        group_->fail(error.status(), error.what());  // nobody would move what is started
+        throw;
+      }
+    });
     background_running_ = true;
-    std::thread([self = shared_from_this()] { self->background(); }).detach();
   } else if (background_idle_) {
     changed_.notify_all();
   }
@@ -182,17 +201,30 @@ void PointToPoint::background() {
           if (message.claimed != nullptr) look_after(*message.claimed, nullptr, gone);
       }
       group_->throw_if_unusable();
-    } catch (const Error& error) {
+    } catch (...) {
+      const Cause cause = cause_of(std::current_exception());
       if (!lock.owns_lock()) lock.lock();
-      end_all(error);
+      end_all(cause);
     }
   }
+}
+
+bool PointToPoint::cancel(Transfer& transfer) {
+  std::lock_guard lock(mutex_);
+  const auto place = std::find_if(receives_.begin(), receives_.end(),
+                                  [&](const auto& one) { return one.get() == &transfer; });
+  if (place == receives_.end()) return false;
+  transfer.status_ = Status::aborted;
+  transfer.error_ = describe(transfer) + ": taken back";
+  finish(transfer);
+  receives_.erase(place);
+  return true;
 }
 
 void PointToPoint::stop() noexcept {
   std::lock_guard lock(mutex_);
   stopped_ = true;
-  end_all(Closed(str("group ", group_->name(), ": the communicator is closed")));
+  end_all({Status::closed, group_->failure(), true});
 }
 
 }  // namespace pyparallel::shm

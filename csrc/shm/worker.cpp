@@ -2,6 +2,7 @@
 
 #include "base/error.h"
 #include "base/interrupt.h"
+#include "base/thread.h"
 
 namespace pyparallel::shm {
 namespace {
@@ -74,12 +75,15 @@ std::shared_ptr<Work> Worker::enqueue(std::function<void()> call) {
   auto job = std::make_shared<Job>(state_->name, std::move(call));
   std::lock_guard lock(state_->mutex);
   if (state_->stopped) throw Closed(str("group ", state_->name, ": the communicator is closed"));
-  state_->unfinished.fetch_add(1, std::memory_order_acq_rel);
-  state_->queue.push_back(job);
   if (!state_->running) {
+    start_thread(
+        str("group ", state_->name, ": the thread of asynchronous calls"),
+        [state = state_] { run(state); },
+        [state = state_](const std::exception_ptr& thrown) noexcept { stop(*state, thrown); });
     state_->running = true;
-    std::thread([state = state_] { run(state); }).detach();
   }
+  state_->queue.push_back(job);
+  state_->unfinished.fetch_add(1, std::memory_order_acq_rel);
   state_->changed.notify_all();
   return job;
 }
@@ -110,17 +114,20 @@ void Worker::drain(const Deadline& deadline) {
 }
 
 void Worker::stop() noexcept {
+  stop(*state_, std::make_exception_ptr(
+                    Closed(str("group ", state_->name, ": the communicator is closed"))));
+}
+
+void Worker::stop(State& state, const std::exception_ptr& why) noexcept {
   std::deque<std::shared_ptr<Job>> dropped;
   {
-    std::lock_guard lock(state_->mutex);
-    state_->stopped = true;
-    dropped.swap(state_->queue);
-    state_->unfinished.fetch_sub(dropped.size(), std::memory_order_acq_rel);
+    std::lock_guard lock(state.mutex);
+    state.stopped = true;
+    dropped.swap(state.queue);
+    state.unfinished.fetch_sub(dropped.size(), std::memory_order_acq_rel);
   }
-  state_->changed.notify_all();
-  for (auto& job : dropped)
-    job->finish(std::make_exception_ptr(
-        Closed(str("group ", state_->name, ": the communicator is closed"))));
+  state.changed.notify_all();
+  for (auto& job : dropped) job->finish(why);
 }
 
 }  // namespace pyparallel::shm

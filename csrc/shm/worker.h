@@ -21,6 +21,7 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
+  // Throws SystemError where the thread cannot be started; then the call is not queued.
   std::shared_ptr<Work> enqueue(std::function<void()> call);
   // Waits until nothing is queued or running; at once on the worker's own thread.
   void drain(const Deadline& deadline);
@@ -45,6 +46,7 @@ class Worker {
     bool stopped = false;
   };
   static void run(const std::shared_ptr<State>& state);
+  static void stop(State& state, const std::exception_ptr& why) noexcept;
   std::shared_ptr<State> state_;  // outlives this object while the thread is in a call
 };
 

@@ -1,24 +1,15 @@
 #include "symmetric/agreement.h"
 
+#include "base/thread.h"
+
 namespace pyparallel::symmetric {
 
 Outcome Outcome::of(const std::exception_ptr& failure) {
   Outcome outcome;
   if (!failure) return outcome;
-  std::string text;
-  try {
-    std::rethrow_exception(failure);
-  } catch (const Error& error) {
-    outcome.status = static_cast<std::int32_t>(error.status());
-    text = error.what();
-  } catch (const std::exception& error) {
-    outcome.status = static_cast<std::int32_t>(Status::internal);
-    text = error.what();
-  } catch (...) {
-    outcome.status = static_cast<std::int32_t>(Status::internal);
-    text = "unknown exception";
-  }
-  text.copy(outcome.text, sizeof outcome.text - 1);
+  const Cause cause = cause_of(failure);
+  outcome.status = static_cast<std::int32_t>(cause.status);
+  cause.text.copy(outcome.text, sizeof outcome.text - 1);
   return outcome;
 }
 

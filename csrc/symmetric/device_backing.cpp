@@ -5,10 +5,10 @@
 #include <deque>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "base/fork.h"
+#include "base/thread.h"
 #include "symmetric/agreement.h"
 #include "symmetric/device_open.h"
 
@@ -45,7 +45,9 @@ class Reaper {
 
  private:
   Reaper() {
-    std::thread([this] { run(); }).detach();
+    start_thread(
+        "the thread that releases device memory", [this] { run(); },
+        [](const std::exception_ptr&) noexcept {});  // nothing of run() throws
   }
 
   void run() {
@@ -68,7 +70,7 @@ class Reaper {
     try {
       current.emplace(ordinal);
       cuda::Driver::get().cuCtxSynchronize();
-    } catch (const Error&) {
+    } catch (...) {
       // The driver is going, or the context is broken: what can still be released is.
     }
     held.reset();

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/interrupt.h"
+#include "base/thread.h"
 
 namespace pyparallel::dist {
 
@@ -46,9 +47,9 @@ void CallWork::finish(std::exception_ptr error, int source) {
 
 Worker::Worker(std::string name) : state_(std::make_shared<State>()) {
   state_->name = std::move(name);
-  std::thread thread([state = state_] { serve(state); });
-  thread_id_ = thread.get_id();
-  thread.detach();
+  thread_id_ = start_thread(
+      str(state_->name, ": its thread"), [state = state_] { serve(state); },
+      [state = state_](const std::exception_ptr& thrown) noexcept { close(*state, thrown); });
 }
 
 void Worker::serve(const std::shared_ptr<State>& state) {
@@ -84,17 +85,19 @@ std::shared_ptr<CallWork> Worker::add(std::function<void()> call) {
 }
 
 void Worker::close() noexcept {
+  close(*state_,
+        std::make_exception_ptr(Closed(str(state_->name, " was closed before a queued call ran"))));
+}
+
+void Worker::close(State& state, const std::exception_ptr& why) noexcept {
   std::deque<Job> dropped;
   {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->closed = true;
-    dropped.swap(state_->jobs);
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    state.closed = true;
+    dropped.swap(state.jobs);
   }
-  state_->changed.notify_all();
-  for (Job& job : dropped) {
-    job.work->finish(
-        std::make_exception_ptr(Closed(str(state_->name, " was closed before a queued call ran"))));
-  }
+  state.changed.notify_all();
+  for (Job& job : dropped) job.work->finish(why);
 }
 
 }  // namespace pyparallel::dist

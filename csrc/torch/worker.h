@@ -61,6 +61,7 @@ class Worker {
     bool closed = false;
   };
   static void serve(const std::shared_ptr<State>& state);
+  static void close(State& state, const std::exception_ptr& why) noexcept;
 
   const std::shared_ptr<State> state_;
   std::thread::id thread_id_;

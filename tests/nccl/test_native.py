@@ -9,7 +9,10 @@ import pytest
 from tests.native import build
 from tests.nccl.libraries import HERE, Libraries
 
-SOURCES = ["nccl/*.cpp", "base/error.cpp", "base/fork.cpp", "base/interrupt.cpp", "base/env.cpp"]
+SOURCES = [
+    "nccl/*.cpp",
+    *(f"base/{name}.cpp" for name in ("error", "fork", "interrupt", "env", "thread")),
+]
 
 
 @pytest.mark.slow
