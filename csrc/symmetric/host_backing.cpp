@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include "base/error.h"
 #include "symmetric/agreement.h"
 
 namespace pyparallel::symmetric {
@@ -26,8 +27,15 @@ void HostBacking::publish(int rank) {
 
 std::shared_ptr<HostBacking> HostBacking::open(shm::Communicator& group, const shm::UniqueId& id,
                                                std::uint64_t segment, const Layout& layout,
-                                               const std::string& name, Deadline deadline) {
-  auto file = shm::Segment::open(id, group.rank(), group.size(), layout.total(), 0, name, deadline);
+                                               const Peers& peers, const std::string& name,
+                                               Deadline deadline) {
+  // A rank may die, or the group break, on the way here.
+  const std::string joining = str("symmetric memory of group ", name, ", joining");
+  const auto hopeful = [&] {
+    for (int rank = 0; rank < peers.size(); ++rank) peers.require_alive(rank, joining);
+  };
+  auto file = shm::Segment::open(id, group.rank(), group.size(), layout.total(), 0, name, deadline,
+                                 hopeful);
   auto backing = std::make_shared<HostBacking>(file, segment, layout);
   for (int turn = 0; turn < group.size(); ++turn)
     together(group, str("symmetric memory of group ", name, ", reserving the block"), deadline,

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "shm/bootstrap.h"
+#include "symmetric/peers.h"
 #include "symmetric/registry.h"
 #include "symmetric/symmetric_memory.h"
 
@@ -16,7 +17,8 @@ class HostBacking : public Backing {
   // another, so that the check of what is free cannot be passed by two ranks at once.
   static std::shared_ptr<HostBacking> open(shm::Communicator& group, const shm::UniqueId& id,
                                            std::uint64_t segment, const Layout& layout,
-                                           const std::string& name, Deadline deadline);
+                                           const Peers& peers, const std::string& name,
+                                           Deadline deadline);
 
   std::byte* block(int rank) const override { return bases_[static_cast<std::size_t>(rank)]; }
   const char* kind() const override { return "memory file"; }

@@ -108,7 +108,7 @@ std::shared_ptr<SymmetricMemory> SymmetricMemory::create(shm::Communicator& grou
   const bool cuda = options.device >= 0;
   const Layout on_host = Layout::make(own->size(), cuda ? 1 : bytes, options.channels, page_size());
   std::shared_ptr<HostBacking> file = HostBacking::open(
-      *own, agreed.id, cuda ? agreed.segment ^ 2 : agreed.segment, on_host, name, deadline);
+      *own, agreed.id, cuda ? agreed.segment ^ 2 : agreed.segment, on_host, *peers, name, deadline);
   std::shared_ptr<Backing> backing = file;
   if (cuda)
     backing = DeviceBacking::open(*own, *peers, agreed.segment, bytes, options, name, deadline);

@@ -418,7 +418,10 @@ class Collectives(Arguments):
         if timeout is None and not async_op:
             self._core.barrier(self._timeout_ms, False)
             return None
-        ms = self._ms(timeout)
+        try:
+            ms = self._ms(timeout)
+        except Exception as error:
+            raise self._refused("barrier", error) from None
         return self._start(
             lambda p, q, queued: self._core.barrier(ms, queued), [], [], None, async_op
         )

@@ -144,6 +144,9 @@ class Communicator(Collectives, Messages):
         if not (isinstance(key, int) and abs(key) <= highest):
             error = InvalidArgument(f"key is {key!r}; expected an integer of 32 bits")
             raise self._refused("split", error)
+        if name is not None and not isinstance(name, str):
+            error = InvalidArgument(f"name is {name!r}; expected None or a str")
+            raise self._refused("split", error)
         part = self._core.split(
             -1 if color is None else color,
             key,

@@ -2,7 +2,8 @@
 
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.dlpack import from_dlpack
 from pyparallel import _core
 from pyparallel.comm.communicator import Communicator
 from pyparallel.comm.work import milliseconds
-from pyparallel.errors import CommError, InvalidArgument
+from pyparallel.errors import InvalidArgument
 
 __all__ = ["SymmetricMemory"]
 
@@ -54,13 +55,15 @@ class SymmetricMemory:
             name: for messages; the group's by default.
             timeout: seconds that a call may take which names none; the group's by default.
         """
-        self._timeout_ms = group._ms(timeout)
         try:
+            self._timeout_ms = group._ms(timeout)
             where = _device(device)
             _refuse_in_capture(where, "SymmetricMemory(...)")
             size = _positive("nbytes", nbytes, 2**63)
             lines = _positive("channels", channels, 2**31)
-        except (CommError, TypeError, ValueError, RuntimeError) as error:
+            if name is not None and not isinstance(name, str):
+                raise TypeError(f"name is {name!r}; expected a str")
+        except Exception as error:
             raise group._refused("symmetric memory", error) from None
         self._device = where
         self._owner_pid = os.getpid()
@@ -90,7 +93,9 @@ class SymmetricMemory:
         Its part of the memory is taken until `free`; dropping the tensor does not give it back,
         because ranks drop tensors at different times.
         """
-        try:
+        with self._refusing("allocate"):
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
             _refuse_in_capture(self._device, "SymmetricMemory.empty")
             sizes = [_integer("size", n) for n in _sequence(shape)]
             aligned = _positive("alignment", alignment, 2**63)
@@ -105,19 +110,16 @@ class SymmetricMemory:
                 raise InvalidArgument(
                     f"alignment {aligned}; expected a multiple of {dtype.itemsize} ({dtype})"
                 )
-        except (CommError, TypeError, ValueError) as error:
-            self._core.refuse("allocate", str(error))
-            raise
         offset = self._core.allocate(nbytes, aligned, self._timeout_ms)
         return self._bytes(self.rank, offset, nbytes).view(dtype)[:count].view(sizes)
 
     def free(self, tensor: torch.Tensor) -> None:
         """Collective: gives back what `empty` took. No rank may use it any more, on any rank."""
-        try:
+        with self._refusing("release"):
+            if not isinstance(tensor, torch.Tensor):
+                kind = type(tensor).__name__
+                raise TypeError(f"free() of a {kind}; expected a tensor of empty()")
             offset = self.offset(tensor)
-        except (CommError, TypeError, ValueError) as error:
-            self._core.refuse("release", str(error))
-            raise
         self._core.release(offset, self._timeout_ms)
 
     def peer(self, rank: int, tensor: "torch.Tensor | None" = None) -> torch.Tensor:
@@ -189,8 +191,10 @@ class SymmetricMemory:
 
         On CUDA it first waits for the current stream.
         """
-        self._finish_stream()
-        self._core.barrier(self._ms(timeout))
+        with self._refusing("barrier"):
+            limit = self._ms(timeout)
+            self._finish_stream()
+        self._core.barrier(limit)
 
     # --- life
 
@@ -270,6 +274,15 @@ class SymmetricMemory:
         )
 
     # --- inside
+
+    @contextmanager
+    def _refusing(self, op: str) -> Iterator[None]:
+        """Around a collective's checks: what they raise is raised on the other ranks too."""
+        try:
+            yield
+        except Exception as error:
+            self._core.refuse(op, f"{type(error).__name__}: {error}")
+            raise
 
     def _ms(self, timeout: "float | timedelta | None") -> int:
         return self._timeout_ms if timeout is None else milliseconds(timeout)

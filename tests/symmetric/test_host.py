@@ -193,6 +193,12 @@ def allocations_and_reuse(rank: Rank) -> None:
         memory.empty(0.5 if me == 1 else 1)
     with pytest.raises(InvalidArgument if me == 1 else Mismatch, match="does not lie"):
         memory.free(torch.ones(3) if me == 1 else b)
+    with pytest.raises(TypeError if me == 0 else Mismatch, match="expected a torch.dtype"):
+        memory.empty(1, dtype="float32" if me == 0 else torch.float32)  # type: ignore[arg-type]
+    with pytest.raises(TypeError if me == 0 else Mismatch, match="NoneType; expected a tensor"):
+        memory.free(None if me == 0 else b)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument if me == 0 else Mismatch, match="timeout is -1"):
+        memory.barrier(timeout=-1 if me == 0 else 20)
     with pytest.raises(InvalidArgument, match="no allocation starts"):
         memory.free(b[1:])
     with pytest.raises(InvalidArgument, match=r"expected 0 to 1"):
@@ -226,6 +232,10 @@ def bad_arguments(rank: Rank) -> None:
         SymmetricMemory(group, 2**62)
     with pytest.raises(InvalidArgument, match="channels"):
         SymmetricMemory(group, 1, channels=10**6)
+    with pytest.raises(InvalidArgument if me == 1 else Mismatch, match="timeout is -1"):
+        SymmetricMemory(group, 1, timeout=-1 if me == 1 else 20)
+    with pytest.raises(TypeError if me == 1 else Mismatch, match="name is 7"):
+        SymmetricMemory(group, 1, name=7 if me == 1 else "x")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument if me == 0 else Mismatch, match="meta"):
         SymmetricMemory(group, 1, device="meta" if me == 0 else "cpu")
     SymmetricMemory(group, 100).close()
