@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <set>
 #include <thread>
 
 #include "base/error.h"
@@ -13,28 +14,43 @@ namespace {
 
 using Bytes = std::vector<std::uint8_t>;
 
+enum class Waited { come, late, over };
+
+std::string over_key(const Topology& topology) { return topology.prefix + "over"; }
+
 // Polls with growing pauses: ends on time, and on Ctrl-C, whatever kind of store it is.
-bool wait_for(c10d::Store& store, const std::vector<std::string>& keys, Deadline deadline) {
+Waited wait_for(c10d::Store& store, const std::vector<std::string>& keys, const std::string& over,
+                Deadline deadline) {
   std::chrono::milliseconds pause(1);
-  while (!store.check(keys)) {
-    if (deadline.expired()) return false;
+  // Whoever gave up has been there as well: what is over is over, though all keys are there.
+  for (bool come = false;; come = store.check(keys)) {
+    if (store.check({over})) return Waited::over;
+    if (come) return Waited::come;
+    if (deadline.expired()) return Waited::late;
     if (interrupt_requested()) throw Interrupted("a signal ended the rendezvous");
     std::this_thread::sleep_for(std::min<Deadline::Duration>(pause, deadline.remaining()));
     pause = std::min(pause * 2, std::chrono::milliseconds(50));
   }
-  return true;
 }
 
 std::string host_key(const Topology& topology, int rank) {
   return str(topology.prefix, "host/", rank);
 }
 
-[[noreturn]] void throw_absent(const Seat& seat, const Topology& topology, Deadline deadline) {
+// `earlier`: who came to a meeting that was given up.
+[[noreturn]] void throw_absent(const Seat& seat, const Topology& topology,
+                               const std::set<int>& earlier, Deadline deadline) {
   std::string absent;
   int count = 0;
   for (int rank = 0; rank < seat.size; ++rank) {
-    if (seat.store->check({host_key(topology, rank)})) continue;
+    if (earlier.count(rank) != 0 || seat.store->check({host_key(topology, rank)})) continue;
     absent += str(count++ == 0 ? "" : ", ", rank);
+  }
+  if (count == 0) {
+    throw Timeout(str("group ", seat.group, ": rendezvous: all ", seat.size,
+                      " ranks came, but some gave up before others came; not all were there at ",
+                      "once within ", deadline.timeout_seconds(), " s. Seen from rank ",
+                      seat.rank));
   }
   throw Timeout(str("group ", seat.group, ": rendezvous: ", count, " of ", seat.size,
                     " ranks absent after ", deadline.timeout_seconds(), " s: rank",
@@ -59,14 +75,24 @@ Topology meet(const Seat& seat, Deadline deadline) {
                      seat.group, ": rank ", seat.rank, " of ", seat.size,
                      "; expected 0 <= rank < size");
   Topology topology;
-  const std::int64_t meeting = seat.store->add(str("pyparallel/ticket/", seat.rank), 1);
-  topology.prefix = str("pyparallel/", meeting, "/");
   const std::string mine = host_identity();
-  seat.store->set(host_key(topology, seat.rank), Bytes(mine.begin(), mine.end()));
-
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < seat.size; ++rank) keys.push_back(host_key(topology, rank));
-  if (!wait_for(*seat.store, keys, deadline)) throw_absent(seat, topology, deadline);
+  std::set<int> earlier;
+  for (Waited waited = Waited::over; waited == Waited::over;) {
+    for (int rank = 0; !topology.prefix.empty() && rank < seat.size; ++rank) {
+      if (seat.store->check({host_key(topology, rank)})) earlier.insert(rank);
+    }
+    const std::int64_t meeting = seat.store->add(str("pyparallel/ticket/", seat.rank), 1);
+    topology.prefix = str("pyparallel/", meeting, "/");
+    if (seat.store->check({over_key(topology)})) continue;
+    seat.store->set(host_key(topology, seat.rank), Bytes(mine.begin(), mine.end()));
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < seat.size; ++rank) keys.push_back(host_key(topology, rank));
+    waited = wait_for(*seat.store, keys, over_key(topology), deadline);
+    if (waited == Waited::late) {
+      give_up(seat, topology);
+      throw_absent(seat, topology, earlier, deadline);
+    }
+  }
 
   for (int rank = 0; rank < seat.size; ++rank) {
     const std::string identity = read_identity(seat, topology, rank);
@@ -82,6 +108,14 @@ Topology meet(const Seat& seat, Deadline deadline) {
   return topology;
 }
 
+void give_up(const Seat& seat, const Topology& topology) noexcept {
+  try {
+    seat.store->set(over_key(topology), Bytes{1});
+  } catch (const std::exception&) {
+    // The store is gone, and with it all who might meet there.
+  }
+}
+
 shm::UniqueId host_unique_id(const Seat& seat, const Topology& topology, int host,
                              Deadline deadline) {
   const std::string key = str(topology.prefix, "id/", host);
@@ -92,7 +126,13 @@ shm::UniqueId host_unique_id(const Seat& seat, const Topology& topology, int hos
     seat.store->set(key, Bytes(id.bytes.begin(), id.bytes.end()));
     return id;
   }
-  if (!wait_for(*seat.store, {key}, deadline)) {
+  const Waited waited = wait_for(*seat.store, {key}, over_key(topology), deadline);
+  if (waited == Waited::over) {
+    throw PeerLost(str("group ", seat.group, ": rendezvous: a rank gave up while rank ", first,
+                       "'s id was awaited. Seen from rank ", seat.rank,
+                       "; look for the other ranks' own errors."));
+  }
+  if (waited == Waited::late) {
     throw Timeout(str("group ", seat.group, ": rendezvous: rank ", first, " came, but wrote no id ",
                       "within ", deadline.timeout_seconds(), " s. Seen from rank ", seat.rank,
                       "; look for that rank's own error."));

@@ -5,6 +5,9 @@
 //                    outlives a group cannot mix up two of them
 //   MEETING/host/R   set by rank R: its host identity; its presence says that R has come
 //   MEETING/id/H     set by the first rank of host H: the random id of that host's shared memory
+//   MEETING/over     set by a rank that gave up: whoever waits here, or comes later, takes its next
+//                    ticket, so that a rank that tries again meets those who come for the first
+//                    time
 #pragma once
 
 #include <string>
@@ -34,6 +37,8 @@ struct Topology {
 
 // Waits until all ranks have come. Throws Timeout naming the absent ones.
 Topology meet(const Seat& seat, Deadline deadline);
+// After a failure of what follows the meeting: it is over for all ranks.
+void give_up(const Seat& seat, const Topology& topology) noexcept;
 
 // The id that the first rank of `host` makes and the others of that host read.
 shm::UniqueId host_unique_id(const Seat& seat, const Topology& topology, int host,

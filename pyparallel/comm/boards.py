@@ -16,16 +16,25 @@ _LARGEST_FILE = 16 << 20
 
 
 class StoreBoard:
-    """Records under `pyparallel/NAME/N/RANK`: N counts this rank's groups of that name."""
+    """Records under `pyparallel/NAME/N/RANK`: N counts this rank's meetings of that name.
+
+    A rank that gives up says so under `pyparallel/NAME/N/over`. Whoever waits there, or comes to it
+    later, goes on to its next meeting: so a rank that tries again meets those who come for the
+    first time.
+    """
 
     def __init__(self, store: "Store", name: str, rank: int) -> None:
         self._store = store
         self._rank = rank
-        prefix = f"pyparallel/{name}"
-        self._prefix = f"{prefix}/{store.add(f'{prefix}/calls/{rank}', 1)}"
+        self._group = f"pyparallel/{name}"
+        self._prefix = ""
 
     def post(self, record: Record) -> None:
+        self._prefix = f"{self._group}/{self._store.add(f'{self._group}/calls/{self._rank}', 1)}"
         self._store.set(f"{self._prefix}/{record.rank}", record.to_json())
+
+    def over(self) -> bool:
+        return bool(self._store.check([f"{self._prefix}/over"]))
 
     def read(self, rank: int) -> Record | None:
         key = f"{self._prefix}/{rank}"
@@ -45,10 +54,13 @@ class StoreBoard:
 
     def done(self, joined: bool) -> None:
         """Takes this rank's record away: all have read it once the group is joined."""
-        if not joined:
+        if not self._prefix:
             return
         with contextlib.suppress(RuntimeError, NotImplementedError):  # not every Store can delete
-            self._store.delete_key(f"{self._prefix}/{self._rank}")
+            if joined:
+                self._store.delete_key(f"{self._prefix}/{self._rank}")
+            else:
+                self._store.set(f"{self._prefix}/over", "1")
 
 
 class FileBoard:
@@ -76,6 +88,9 @@ class FileBoard:
     def read(self, rank: int) -> Record | None:
         self._refresh()
         return self._records.get(rank)
+
+    def over(self) -> bool:
+        return False  # a file that went away is started anew by read()
 
     def join_hosts(self, name: str, rank: int, world_size: int, timeout: float) -> object:
         raise Unsupported(

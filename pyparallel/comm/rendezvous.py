@@ -98,13 +98,15 @@ def _pid_namespace() -> str:
 
 
 class Board(Protocol):
-    """Where records are posted. Reading never waits.
+    """Where records are posted. Reading never waits. `over`: a rank gave up the meeting in which
+    this rank posted last; the next post begins another.
 
     `join_hosts` joins ranks of several hosts and gives the core's capsule, or raises Unsupported.
     """
 
     def post(self, record: Record) -> None: ...
     def read(self, rank: int) -> Record | None: ...
+    def over(self) -> bool: ...
     def join_hosts(self, name: str, rank: int, world_size: int, timeout: float) -> object: ...
     def done(self, joined: bool) -> None: ...
 
@@ -129,38 +131,69 @@ def assemble(
     `deadline` is by time.monotonic().
     """
     mine = Record.own(rank, world_size)
-    board.post(mine)
-    came: dict[int, Record] = {rank: mine}
+    came: dict[int, Record] = {}
+    gave_up: dict[int, Record] = {}
     pause = 0.0005
     while True:
+        if not came or board.over():
+            if came:  # which may have had others before this rank came
+                for there in filter(None, map(board.read, range(world_size))):
+                    _check_size(there, mine, name)  # perhaps why it was given up
+                    gave_up[there.rank] = there
+                mine = Record.own(rank, world_size)  # with a fresh id
+            board.post(mine)
+            came = {rank: mine}
+            if board.over():
+                continue
         for peer in range(world_size):
             if peer in came:
                 continue
             record = board.read(peer)
             if record is None:
                 continue
-            if record.world_size != world_size:
-                raise Mismatch(
-                    f'rendezvous of group "{name}": rank {peer} (pid {record.pid}) has world_size '
-                    f"{record.world_size}, rank {rank} (pid {mine.pid}) has {world_size}; "
-                    "start all ranks with the same world_size"
-                )
+            _check_size(record, mine, name)
             came[peer] = record
-        if len(came) == world_size:
+        if len(came) == world_size and not board.over():
             return [came[r] for r in range(world_size)]
         if time.monotonic() >= deadline:
-            raise Timeout(_absent(name, rank, world_size, came, timeout))
+            raise Timeout(_absent(name, rank, world_size, came, gave_up, timeout))
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
 
 
-def _absent(name: str, rank: int, world_size: int, came: dict[int, Record], timeout: float) -> str:
-    missing = [r for r in range(world_size) if r not in came]
-    present = ", ".join(f"rank {r} (pid {came[r].pid})" for r in sorted(came))
+def _check_size(record: Record, mine: Record, name: str) -> None:
+    if record.world_size != mine.world_size:
+        raise Mismatch(
+            f'rendezvous of group "{name}": rank {record.rank} (pid {record.pid}) has world_size '
+            f"{record.world_size}, rank {mine.rank} (pid {mine.pid}) has {mine.world_size}; "
+            "start all ranks with the same world_size"
+        )
+
+
+def _absent(
+    name: str,
+    rank: int,
+    world_size: int,
+    came: dict[int, Record],
+    gave_up: dict[int, Record],
+    timeout: float,
+) -> str:
+    """`gave_up`: came before, and may be here again."""
+    left = {r: record for r, record in gave_up.items() if r not in came}
+    missing = [r for r in range(world_size) if r not in came and r not in left]
+
+    def listed(records: dict[int, Record]) -> str:
+        return ", ".join(f"rank {r} (pid {records[r].pid})" for r in sorted(records))
+
+    never = (
+        f"{ranks_text(missing)} of world_size {world_size} did not come within {timeout:g} s"
+        if missing
+        else f"not all ranks of world_size {world_size} were there at once within {timeout:g} s"
+    )
+    before = f"; came and gave up: {listed(left)}" if left else ""
     return (
-        f'rendezvous of group "{name}": {ranks_text(missing)} of world_size {world_size} did not '
-        f"come within {timeout:g} s; came: {present}. Were {world_size} ranks started, and is "
-        f"world_size right? (seen by rank {rank})"
+        f'rendezvous of group "{name}": {never}; came: {listed(came)}{before}. Were {world_size} '
+        f"ranks started, and is world_size right? (seen by rank {rank})"
     )
 
 

@@ -6,14 +6,17 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import FileStore, HashStore, TCPStore
 
+from pyparallel import _core, _torch
 from pyparallel.comm import Communicator, InvalidArgument, Mismatch, Timeout, Unsupported
 from pyparallel.comm.rendezvous import Record, ranks_text
+from pyparallel.comm.torch_backend import make_gloo
 from tests.comm.threads import in_threads
 from tests.launch import Rank, run_ranks, spawn_ranks
 
@@ -168,6 +171,56 @@ def test_a_group_that_gave_up_does_not_hold_a_later_one(tmp_path):
         Communicator.from_file(path, number, 2, timeout=20).close()
 
     in_threads([lambda r=r: rank(r) for r in range(2)])
+
+
+def by_torch_join(store: HashStore, rank: int, world_size: int, timeout: float) -> Communicator:
+    limit = timedelta(seconds=timeout)
+    return _core.Communicator.from_capsule(
+        _torch.join(store, rank, world_size, "tp", limit, make_gloo)
+    )
+
+
+def by_from_store(store: HashStore, rank: int, world_size: int, timeout: float) -> Communicator:
+    return Communicator.from_store(store, rank, world_size, name="tp", timeout=timeout)
+
+
+@pytest.mark.parametrize("meet", [by_torch_join, by_from_store])
+def test_a_rank_that_tries_again_meets_those_who_come_for_the_first_time(meet):
+    """Rank 0 gives up twice, while rank 1 is patient; rank 2 comes when both are there again."""
+    store = HashStore()
+    tries = threading.Event()
+
+    def impatient() -> None:
+        for missing in ("1", "2"):
+            with pytest.raises(Timeout, match=missing):
+                meet(store, 0, 3, 0.2)
+            tries.set()
+        meet(store, 0, 3, 20).close()
+
+    def patient() -> None:
+        tries.wait(20)
+        meet(store, 1, 3, 20).close()
+
+    def late() -> None:
+        time.sleep(0.7)
+        meet(store, 2, 3, 20).close()
+
+    in_threads([impatient, patient, late])
+
+    def again(number: int) -> None:
+        meet(store, number, 3, 20).close()
+
+    in_threads([lambda r=r: again(r) for r in range(3)])
+
+
+def test_who_gave_up_is_told_from_who_never_came():
+    store = HashStore()
+    with pytest.raises(Timeout, match=r"ranks 1 and 2 of world_size 3"):
+        by_from_store(store, 0, 3, 0.1)
+    with pytest.raises(Timeout, match=r"rank 2 of world_size 3 .*came and gave up: rank 0 \(pid"):
+        by_from_store(store, 1, 3, 0.1)
+    with pytest.raises(Timeout, match=r"not all ranks .* at once.*gave up: rank 0 .*, rank 1"):
+        by_from_store(store, 2, 3, 0.1)
 
 
 def test_two_processes_with_one_rank_are_named(tmp_path):
