@@ -26,17 +26,25 @@ Backend::Backend(Seat seat, GlooFactory gloo, std::shared_ptr<shm::Communicator>
       gloo_(std::move(gloo)),
       communicator_(std::move(communicator)),
       options_(c10::make_intrusive<GroupOptions>(seat_.group, seat_.timeout)),
-      other_devices_(seat_) {
+      other_devices_(seat_),
+      finisher_(std::make_shared<Finisher>(seat_.group)),
+      batch_(std::make_shared<CallBatch>(communicator_, seat_.group)) {
   init();
 }
 
 Backend::~Backend() { communicator_->close(); }
 
+void Backend::announce_refusal(const std::string& name, const std::string& why) {
+  // Through the queue: the refusal takes its turn after the calls that were started before.
+  const auto refusal = [communicator = communicator_, name, why] {
+    communicator->refuse(name, why);
+  };
+  if (!batch_->add(refusal, {})) communicator_->enqueue(refusal);
+}
+
 void Backend::refuse(const char* name, const InvalidArgument& error) {
   const std::string why = error.what();
-  const auto communicator = communicator_;
-  // Through the queue: the refusal takes its turn after the calls that were started before.
-  communicator->enqueue([communicator, name, why] { communicator->refuse(name, why); });
+  announce_refusal(name, why);
   throw InvalidArgument(str(name, ", group ", seat_.group, ", rank ", seat_.rank, ": ", why));
 }
 
@@ -49,59 +57,39 @@ Backend::Work Backend::enqueue(const Spec& spec, std::chrono::milliseconds timeo
   queued->call = [communicator = communicator_, timeout, call = std::move(call)] {
     call(*communicator, Deadline::after(timeout));
   };
-  Work work = queued->work;
-  auto run = [queued = std::move(queued)] {
+  const auto work = queued->work;
+  std::function<void()> run = [queued = std::move(queued)] {
     queued->work->run(queued->call);
     queued->call = nullptr;  // lets go of the tensors
   };
-  {
-    const std::lock_guard<std::mutex> lock(batch_mutex_);
-    if (batch_) {
-      batch_->calls.push_back(std::move(run));
-      batch_->parts.push_back(work);
-      return work;
-    }
+  if (batch_->is_open()) {
+    work->collected_in(batch_);
+    if (batch_->add(run, work)) return work;
   }
   communicator_->enqueue(std::move(run));
   return work;
 }
 
-void Backend::startCoalescing() {
-  const std::lock_guard<std::mutex> lock(batch_mutex_);
-  PYPARALLEL_REQUIRE(!batch_, "group ", seat_.group,
-                     ": startCoalescing() twice without endCoalescing()");
-  batch_.emplace();
-  coalescing_ = true;
-}
+void Backend::startCoalescing() { batch_->open(); }
 
 Backend::Work Backend::endCoalescing() {
-  Batch batch;
-  {
-    const std::lock_guard<std::mutex> lock(batch_mutex_);
-    PYPARALLEL_REQUIRE(batch_, "group ", seat_.group,
-                       ": endCoalescing() without startCoalescing()");
-    batch = std::move(*batch_);
-    batch_.reset();
-    coalescing_ = false;
-  }
-  if (!batch.calls.empty()) {
-    communicator_->enqueue([calls = std::move(batch.calls)] {
-      for (const auto& call : calls) call();
-    });
-  }
-  return c10::make_intrusive<BatchWork>(rank_, std::move(batch.parts));
+  auto parts = batch_->close();
+  if (parts.size() == 1) return parts.front();
+  return c10::make_intrusive<BatchWork>(rank_, std::move(parts), finisher_);
+}
+
+void Backend::abandon_coalescing(const std::string& op, const std::string& why) {
+  if (batch_->is_open()) batch_->close();
+  if (!op.empty()) announce_refusal(op, why);
 }
 
 Backend::Work Backend::track_message(const Spec& spec, const at::Tensor& tensor, Dense data,
                                      std::shared_ptr<shm::Work> started) {
   orphans_->sweep();
-  Work work =
-      c10::make_intrusive<MessageWork>(rank_, spec.type, spec.title, tensor, std::move(data),
-                                       std::move(started), communicator_->timeout(), orphans_);
-  if (coalescing_) {
-    const std::lock_guard<std::mutex> lock(batch_mutex_);
-    if (batch_) batch_->parts.push_back(work);
-  }
+  Work work = c10::make_intrusive<MessageWork>(rank_, spec.type, spec.title, tensor,
+                                               std::move(data), std::move(started),
+                                               communicator_->timeout(), orphans_, finisher_);
+  if (batch_->is_open()) batch_->add(work);
   return work;
 }
 

@@ -7,18 +7,17 @@
 // Tensors on an accelerator go to that device's own backend (device_backend.h).
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "base/error.h"
 #include "shm/communicator.h"
+#include "torch/call_batch.h"
 #include "torch/device_backend.h"
+#include "torch/finisher.h"
 #include "torch/group.h"
 #include "torch/tensors.h"
 #include "torch/work.h"
@@ -92,6 +91,9 @@ class Backend final : public c10d::Backend {
   // once.
   void startCoalescing() override;
   Work endCoalescing() override;
+  // After something raised between the two: what was begun goes on, as if it had not been batched.
+  // `op`, when not empty, is a collective that this rank now cannot make; the others hear `why`.
+  void abandon_coalescing(const std::string& op, const std::string& why);
 
   // --- life
   void setSequenceNumberForGroup() override {}  // every group counts from 0
@@ -121,14 +123,17 @@ class Backend final : public c10d::Backend {
   Work receive(Tensors& tensors, int source, int tag, const Spec& spec);
   Work track_message(const Spec& spec, const at::Tensor& tensor, Dense data,
                      std::shared_ptr<shm::Work> started);
+  void announce_refusal(const std::string& name, const std::string& why);
   [[noreturn]] void refuse(const char* name, const InvalidArgument& error);
   std::chrono::milliseconds timeout_of(std::chrono::milliseconds asked) const {
     return asked.count() < 0 ? communicator_->timeout() : asked;
   }
   // The backend for tensors that are not on the CPU; nullptr for those that are.
   c10d::Backend* device_backend(const at::Tensor& tensor) {
-    return tensor.defined() && !tensor.device().is_cpu() ? &other_devices_.get(tensor.device())
-                                                         : nullptr;
+    if (!tensor.defined() || tensor.device().is_cpu()) return nullptr;
+    c10d::Backend& device = other_devices_.get(tensor.device());
+    if (batch_->is_open()) batch_->enter(device);
+    return &device;
   }
   c10d::Backend* device_backend(const Tensors& tensors) {
     return tensors.empty() ? nullptr : device_backend(tensors.front());
@@ -141,13 +146,8 @@ class Backend final : public c10d::Backend {
   DeviceBackends other_devices_;
   const std::shared_ptr<Orphans> orphans_ = std::make_shared<Orphans>();
 
-  struct Batch {
-    std::vector<std::function<void()>> calls;
-    std::vector<Work> parts;
-  };
-  std::mutex batch_mutex_;
-  std::optional<Batch> batch_;
-  std::atomic<bool> coalescing_{false};
+  const std::shared_ptr<Finisher> finisher_;
+  const std::shared_ptr<CallBatch> batch_;
 };
 
 }  // namespace pyparallel::dist

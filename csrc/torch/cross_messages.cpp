@@ -2,52 +2,28 @@
 
 #include <ATen/ATen.h>
 
-#include <thread>
 #include <vector>
 
 #include "base/error.h"
+#include "base/thread.h"
+#include "torch/cross_header.h"
+#include "torch/links.h"
 
 namespace pyparallel::dist {
-
-struct CrossMessages::Header {
-  static constexpr std::uint32_t expected_magic = 0x31535050;  // "PPS1"
-  std::uint32_t magic = expected_magic;
-  std::int32_t data_tag = 0;
-  std::uint64_t count = 0;
-  std::int64_t tag = 0;
-  DType dtype = DType::u8;
-  std::uint8_t reserved[7] = {};
-};
-
-struct CrossMessages::Receipt {
-  Header header;
-  GlooWork header_work;
-  void* data = nullptr;
-  std::size_t count = 0;
-  DType dtype = DType::u8;
-  int source = 0;
-  std::string what;
-};
-
-namespace {
-
-std::vector<at::Tensor> bytes_at(void* data, std::size_t bytes) {
-  return {at::from_blob(data, {static_cast<std::int64_t>(bytes)}, at::kByte)};
-}
-
-}  // namespace
 
 CrossMessages::CrossMessages(c10::intrusive_ptr<c10d::Backend> gloo, std::string group,
                              std::function<void(const Error&)> failed)
     : gloo_(std::move(gloo)), group_(std::move(group)), failed_(std::move(failed)) {}
 
+CrossMessages::~CrossMessages() = default;
+
 std::string CrossMessages::describe(const char* verb, int peer, std::int64_t tag) const {
   return str(verb, peer, " (tag ", tag, ", group ", group_, ", another host)");
 }
 
-void CrossMessages::check_tag(const char* verb, int peer, std::int64_t tag) const {
-  PYPARALLEL_REQUIRE(tag >= 0 && tag < tags, describe(verb, peer, tag),
-                     ": tags of messages between hosts are 0 to ", tags - 1);
+void CrossMessages::check_tag(const std::string& what, std::int64_t tag) {
+  PYPARALLEL_REQUIRE(tag >= 0 && tag < tags, what, ": tags of messages between hosts are 0 to ",
+                     tags - 1);
 }
 
 c10::intrusive_ptr<c10d::Backend> CrossMessages::gloo() const {
@@ -84,30 +60,26 @@ void CrossMessages::wait(const GlooWork& work, Deadline deadline, const std::str
   if (!done) throw Aborted(str(what, ": ended early"));
 }
 
-void CrossMessages::end_on_thread(const std::shared_ptr<CallWork>& work, int source,
-                                  std::function<void()> end) {
-  std::thread([self = shared_from_this(), work, source, end = std::move(end)]() mutable {
-    std::exception_ptr thrown;
-    try {
-      end();
-    } catch (const Mismatch&) {
-      thrown = std::current_exception();
-    } catch (const Error& error) {
-      thrown = std::current_exception();
-      self->failed_(error);
-    } catch (...) {
-      thrown = std::current_exception();
-    }
-    end = nullptr;
-    work->finish(thrown, source);
-  }).detach();
+void CrossMessages::end_on_thread(const std::shared_ptr<CallWork>& work, std::function<int()> end) {
+  start_thread(
+      str("group ", group_, ": the thread of a message between hosts"),
+      [work, end = std::move(end)]() mutable {
+        const int source = end();
+        end = nullptr;
+        work->finish(nullptr, source);
+      },
+      [self = shared_from_this(), work](const std::exception_ptr& thrown) noexcept {
+        const Cause cause = cause_of(thrown);
+        if (cause.status != Status::mismatch) self->failed_(Error(cause.status, cause.text));
+        work->finish(thrown);
+      });
 }
 
 std::shared_ptr<shm::Work> CrossMessages::send(const void* data, std::size_t count, DType dtype,
                                                int destination, std::int64_t tag,
                                                std::chrono::milliseconds timeout) {
-  check_tag("send to rank ", destination, tag);
   const std::string what = describe("send to rank ", destination, tag);
+  check_tag(what, tag);
   const auto header = std::make_shared<Header>();
   header->data_tag = static_cast<std::int32_t>(tags + sent_++ % tags);
   header->count = count;
@@ -123,8 +95,9 @@ std::shared_ptr<shm::Work> CrossMessages::send(const void* data, std::size_t cou
   }
   auto work = std::make_shared<CallWork>(what);
   const Deadline deadline = Deadline::after(timeout);
-  end_on_thread(work, -1, [this, header, parts, deadline, what] {
+  end_on_thread(work, [this, header, parts, deadline, what] {
     for (const GlooWork& part : parts) wait(part, deadline, what);
+    return -1;
   });
   return work;
 }
@@ -132,24 +105,33 @@ std::shared_ptr<shm::Work> CrossMessages::send(const void* data, std::size_t cou
 std::shared_ptr<shm::Work> CrossMessages::receive(void* data, std::size_t count, DType dtype,
                                                   int source, std::int64_t tag,
                                                   std::chrono::milliseconds timeout) {
-  check_tag("receive from rank ", source, tag);
   const auto receipt = std::make_shared<Receipt>();
   receipt->data = data;
   receipt->count = count;
   receipt->dtype = dtype;
   receipt->source = source;
   receipt->what = describe("receive from rank ", source, tag);
-  auto announced = bytes_at(&receipt->header, sizeof(Header));
-  receipt->header_work = gloo()->recv(announced, source, static_cast<int>(tag));
+  check_tag(receipt->what, tag);
   auto work = std::make_shared<CallWork>(receipt->what);
   const Deadline deadline = Deadline::after(timeout);
-  end_on_thread(work, source, [this, receipt, deadline] { take(*receipt, deadline); });
+  if (has_inbox(tag)) {
+    put_in_inbox(receipt, tag);
+    end_on_thread(
+        work, [this, receipt, tag, deadline] { return take_from_inbox(receipt, tag, deadline); });
+    return work;
+  }
+  const auto header = std::make_shared<Header>();
+  auto announced = bytes_at(header.get(), sizeof(Header));
+  const GlooWork coming = gloo()->recv(announced, source, static_cast<int>(tag));
+  end_on_thread(work, [this, receipt, header, coming, deadline] {
+    wait(coming, deadline, receipt->what);
+    take(*receipt, *header, deadline);
+    return receipt->source;
+  });
   return work;
 }
 
-void CrossMessages::take(Receipt& receipt, Deadline deadline) {
-  wait(receipt.header_work, deadline, receipt.what);
-  const Header& header = receipt.header;
+void CrossMessages::take(Receipt& receipt, const Header& header, Deadline deadline) {
   if (header.magic != Header::expected_magic || header.dtype >= DType::count_ ||
       header.count > (std::uint64_t{1} << 56) || header.data_tag < tags) {
     throw PeerLost(str(receipt.what,
@@ -175,6 +157,7 @@ void CrossMessages::abort() noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   gloo_.reset();
   for (const GlooWork& work : waiting_) work->abort();
+  matched_.notify_all();
 }
 
 }  // namespace pyparallel::dist

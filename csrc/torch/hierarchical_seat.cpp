@@ -41,8 +41,11 @@ std::shared_ptr<shm::Work> HierarchicalCommunicator::irecv(void* data, std::size
                                                            std::int64_t tag) {
   throw_if_failed();
   if (source == any_source) {
-    throw Unsupported(pyparallel::str("receive from any source: group ", seat_.group, " spans ",
-                                      hosts(), " hosts; name the source"));
+    CrossMessages::check_tag(
+        pyparallel::str("receive from any rank (tag ", tag, ", group ", seat_.group, ")"), tag);
+    auto local = local_->irecv(data, count, dtype, any_source, tag);
+    return messages_->receive_any(data, count, dtype, tag, timeout(), std::move(local),
+                                  local_ranks());
   }
   check_rank("receive from rank", source);
   if (!is_local(source)) return messages_->receive(data, count, dtype, source, tag, timeout());
@@ -57,8 +60,9 @@ void HierarchicalCommunicator::send(const void* data, std::size_t count, DType d
 
 int HierarchicalCommunicator::recv(void* data, std::size_t count, DType dtype, int source,
                                    std::int64_t tag, Deadline deadline) {
-  irecv(data, count, dtype, source, tag)->wait(deadline);
-  return source;
+  const auto started = irecv(data, count, dtype, source, tag);
+  started->wait(deadline);
+  return started->source();
 }
 
 // --- life

@@ -13,11 +13,11 @@ namespace {
 constexpr int tag = 0;  // transfers of a pair of hosts keep their order
 constexpr std::chrono::milliseconds glance(50);
 
-std::vector<at::Tensor> bytes_at(const Links::Transfer& transfer) {
-  return {at::from_blob(transfer.data, {static_cast<std::int64_t>(transfer.bytes)}, at::kByte)};
-}
-
 }  // namespace
+
+std::vector<at::Tensor> bytes_at(void* data, std::size_t bytes) {
+  return {at::from_blob(data, {static_cast<std::int64_t>(bytes)}, at::kByte)};
+}
 
 Links::Links(c10::intrusive_ptr<c10d::Backend> gloo, std::vector<std::string> names,
              std::function<std::string()> trouble)
@@ -48,13 +48,13 @@ void Links::transfer(const std::string& what, const std::vector<Transfer>& sends
   try {
     for (const Transfer& receive : receives) {
       if (receive.bytes == 0) continue;
-      auto bytes = bytes_at(receive);
+      auto bytes = bytes_at(receive.data, receive.bytes);
       host = receive.host;
       pending.emplace_back(host, gloo->recv(bytes, host, tag));
     }
     for (const Transfer& send : sends) {
       if (send.bytes == 0) continue;
-      auto bytes = bytes_at(send);
+      auto bytes = bytes_at(send.data, send.bytes);
       host = send.host;
       pending.emplace_back(host, gloo->send(bytes, host, tag));
     }

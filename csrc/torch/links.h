@@ -12,6 +12,9 @@
 
 namespace pyparallel::dist {
 
+// Memory as the list of one tensor that gloo takes.
+std::vector<at::Tensor> bytes_at(void* data, std::size_t bytes);
+
 // One end of a group of hosts. Used by one thread at a time, but for abort().
 class Links {
  public:

@@ -51,7 +51,10 @@ PYBIND11_MODULE(_torch, m) {
           [](const dist::Backend& self) {
             return pyparallel::python::to_capsule(self.communicator());
           },
-          "The group's communicator, for _core.Communicator.from_capsule: shared, not a copy.");
+          "The group's communicator, for _core.Communicator.from_capsule: shared, not a copy.")
+      .def("_abandon_coalescing", &dist::Backend::abandon_coalescing, py::arg("op"), py::arg("why"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Ends a batch of calls in which something raised.");
   m.def(
       "create_backend",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& group,

@@ -29,7 +29,7 @@ Backend::Work Backend::start(const Spec& spec, const Opts& opts, const Tensors& 
     }
   }();
   const std::chrono::milliseconds timeout = timeout_of(opts.timeout);
-  if (!caller_waits(opts) || coalescing_.load(std::memory_order_relaxed)) {
+  if (!caller_waits(opts) || batch_->is_open()) {
     return enqueue(spec, timeout, inputs, outputs(), Call(std::move(call)));
   }
   std::optional<at::RecordFunction> record;

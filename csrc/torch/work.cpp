@@ -102,6 +102,20 @@ void BaseWork::complete(std::exception_ptr error) {
   if (future) settle(*future);
 }
 
+void QueuedWork::leave_batch() {
+  if (const auto batch = batch_.lock()) batch->submit();
+}
+
+bool QueuedWork::wait(std::chrono::milliseconds timeout) {
+  leave_batch();
+  return BaseWork::wait(timeout);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> QueuedWork::getFuture() {
+  leave_batch();
+  return BaseWork::getFuture();
+}
+
 void QueuedWork::run(const std::function<void()>& call) {
   try {
     call();
@@ -132,22 +146,23 @@ void Orphans::sweep() {
 
 MessageWork::MessageWork(int rank, c10d::OpType type, const char* title, const at::Tensor& tensor,
                          Dense data, std::shared_ptr<shm::Work> started,
-                         std::chrono::milliseconds timeout, std::shared_ptr<Orphans> orphans)
+                         std::chrono::milliseconds timeout, std::shared_ptr<Orphans> orphans,
+                         std::shared_ptr<Finisher> finisher)
     : BaseWork(rank, type, title, {tensor}, one_list(tensor), 0),
       data_(std::move(data)),
       started_(std::move(started)),
       timeout_(timeout),
-      orphans_(std::move(orphans)) {}
+      orphans_(std::move(orphans)),
+      finisher_(std::move(finisher)) {}
 
 MessageWork::~MessageWork() {
   if (!is_complete() && !started_->done()) orphans_->adopt(started_, std::move(data_));
 }
 
-void MessageWork::finish_with(shm::Work& started, Deadline deadline) {
-  const std::lock_guard<std::mutex> lock(finishing_);
+void MessageWork::finish(Deadline deadline) {
   if (is_complete()) return;
   try {
-    started.wait(deadline);
+    started_->wait(deadline);
     data_.write_back();
   } catch (const Interrupted&) {
     throw;  // ended the wait, not the message
@@ -160,28 +175,46 @@ void MessageWork::finish_with(shm::Work& started, Deadline deadline) {
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   const bool limited = timeout != kNoTimeout && timeout != c10d::kUnsetTimeout;
-  if (!is_complete()) finish_with(*started_, Deadline::after(limited ? timeout : timeout_));
+  if (!is_complete()) {
+    const std::lock_guard<std::mutex> lock(finishing_);
+    finish(Deadline::after(limited ? timeout : timeout_));
+  }
   return BaseWork::wait(kNoTimeout);
 }
 
 bool MessageWork::isCompleted() {
   if (is_complete()) return true;
   if (!started_->done()) return false;
-  finish_with(*started_, Deadline::after(timeout_));
+  const std::lock_guard<std::mutex> lock(finishing_);
+  finish(Deadline::after(timeout_));
   return true;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
-  if (!isCompleted()) {
-    throw Unsupported(
-        "a future of an unfinished send or receive: nothing runs in the background that could "
-        "complete it; call wait() first, or use the Work itself");
-  }
-  return BaseWork::getFuture();
+bool MessageWork::finished_without_waiting(const Deadline& time_limit) {
+  if (is_complete()) return true;
+  if (!started_->done() && !time_limit.expired()) return false;
+  const std::unique_lock<std::mutex> lock(finishing_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;  // somebody waits, with a deadline of their own
+  finish(time_limit);
+  return is_complete();
 }
 
-BatchWork::BatchWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts)
-    : BaseWork(rank, c10d::OpType::COALESCED, nullptr, {}, {}, 0), parts_(std::move(parts)) {}
+c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
+  auto future = BaseWork::getFuture();
+  if (!isCompleted()) {
+    finisher_->add([self = c10::intrusive_ptr<MessageWork>::unsafe_reclaim_from_nonowning(this),
+                    time_limit = Deadline::after(timeout_)] {
+      return self->finished_without_waiting(time_limit);
+    });
+  }
+  return future;
+}
+
+BatchWork::BatchWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts,
+                     std::shared_ptr<Finisher> finisher)
+    : BaseWork(rank, c10d::OpType::COALESCED, nullptr, {}, {}, 0),
+      parts_(std::move(parts)),
+      finisher_(std::move(finisher)) {}
 
 bool BatchWork::wait(std::chrono::milliseconds timeout) {
   const bool limited = timeout != kNoTimeout && timeout != c10d::kUnsetTimeout;
@@ -206,10 +239,18 @@ bool BatchWork::isCompleted() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> BatchWork::getFuture() {
-  if (!isCompleted()) {
-    throw Unsupported("a future of an unfinished batch of calls: call wait() first");
-  }
-  wait(kNoTimeout);
+  for (const auto& part : parts_) part->getFuture();  // each ends by its own deadline from now on
+  const auto finished = [self =
+                             c10::intrusive_ptr<BatchWork>::unsafe_reclaim_from_nonowning(this)] {
+    if (!self->isCompleted()) return false;
+    try {
+      self->wait(kNoTimeout);
+    } catch (...) {
+      self->complete(std::current_exception());
+    }
+    return true;
+  };
+  if (!finished()) finisher_->add(finished);
   return BaseWork::getFuture();
 }
 

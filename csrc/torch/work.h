@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "shm/communicator.h"
+#include "torch/call_batch.h"
+#include "torch/finisher.h"
 #include "torch/tensors.h"
 
 namespace pyparallel::dist {
@@ -49,8 +51,16 @@ class BaseWork : public c10d::Work {
 class QueuedWork : public BaseWork {
  public:
   using BaseWork::BaseWork;
+  // Waiting, also by a future, first queues the batch that this call was collected in.
+  bool wait(std::chrono::milliseconds timeout) override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  void collected_in(const std::shared_ptr<CallBatch>& batch) { batch_ = batch; }
   void run(const std::function<void()>& call);
   void drop();
+
+ private:
+  void leave_batch();
+  std::weak_ptr<CallBatch> batch_;  // which may own this work
 };
 
 // Keeps the memory of messages whose Work was dropped while they were still under way.
@@ -70,29 +80,32 @@ class MessageWork : public BaseWork {
   // `started` was begun on data's memory. `timeout` is that of a wait() which names none.
   MessageWork(int rank, c10d::OpType type, const char* title, const at::Tensor& tensor, Dense data,
               std::shared_ptr<shm::Work> started, std::chrono::milliseconds timeout,
-              std::shared_ptr<Orphans> orphans);
+              std::shared_ptr<Orphans> orphans, std::shared_ptr<Finisher> finisher);
   ~MessageWork() override;
 
   bool wait(std::chrono::milliseconds timeout) override;
   bool isCompleted() override;
   int sourceRank() const override { return started_->source(); }
-  // Only of a finished message: nothing runs in the background that could complete it later.
+  // From now on the message has the deadline of a wait that begins now.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  void finish_with(shm::Work& started, Deadline deadline);
+  void finish(Deadline deadline);                             // waits; with finishing_ held
+  bool finished_without_waiting(const Deadline& time_limit);  // past it: with Timeout
 
   Dense data_;
   const std::shared_ptr<shm::Work> started_;
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<Orphans> orphans_;
+  const std::shared_ptr<Finisher> finisher_;
   std::mutex finishing_;
 };
 
 // The calls between startCoalescing and endCoalescing.
 class BatchWork : public BaseWork {
  public:
-  BatchWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts);
+  BatchWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts,
+            std::shared_ptr<Finisher> finisher);
 
   bool wait(std::chrono::milliseconds timeout) override;
   bool isCompleted() override;
@@ -100,6 +113,7 @@ class BatchWork : public BaseWork {
 
  private:
   const std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
+  const std::shared_ptr<Finisher> finisher_;
 };
 
 // The profiler's title where a profiler listens, else nullptr (which costs nothing).

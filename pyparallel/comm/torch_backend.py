@@ -6,7 +6,6 @@
 Everything else is torch's own interface: docs/torch_backend.md.
 """
 
-import functools
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed import distributed_c10d as c10d
 
 from pyparallel import _core, _torch
 from pyparallel.comm.communicator import Communicator
+from pyparallel.comm.torch_mends import install
 from pyparallel.errors import InvalidArgument
 
 __all__ = ["communicator_of", "create", "make_gloo"]
@@ -34,7 +33,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
             f"{type(backend_options).__name__}; the backend 'pyparallel' takes none. "
             "Pass `timeout=` to the call itself."
         )
-    _serve_monitored_barrier()
+    install()
     group_store = getattr(options.store, "underlying_store", options.store)
     backend = _made.get(group_store)
     if backend is None:
@@ -76,30 +75,3 @@ def _name(group_id: str, global_ranks: list[int]) -> str:
         return "world"
     shown = ", ".join(map(str, global_ranks[:8])) + (", ..." if len(global_ranks) > 8 else "")
     return f"{group_id} (global ranks {shown})"
-
-
-@functools.cache
-def _serve_monitored_barrier() -> None:
-    """dist.monitored_barrier refuses every backend but gloo by name: let it pass ours on."""
-    of_torch = c10d.monitored_barrier
-
-    @functools.wraps(of_torch)
-    def monitored_barrier(
-        group: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
-        wait_all_ranks: bool = False,
-    ) -> None:
-        pg = None if c10d._rank_not_in_group(group) else (group or c10d._get_default_group())
-        if pg is None or not _serves_cpu(pg):
-            of_torch(group, timeout, wait_all_ranks)
-        else:
-            given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-            call: Any = pg  # torch's own stubs do not have this method
-            call.monitored_barrier(wait_all_ranks=wait_all_ranks, **given)
-
-    c10d.monitored_barrier = monitored_barrier
-    dist.monitored_barrier = monitored_barrier
-
-
-def _serves_cpu(group: dist.ProcessGroup) -> bool:
-    return "cpu:pyparallel" in c10d.get_backend_config(group).lower()

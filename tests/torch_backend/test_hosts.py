@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyparallel.comm import Aborted, CommError, InvalidArgument, Mismatch, Unsupported
+from pyparallel.comm import Aborted, CommError, InvalidArgument, Mismatch
 from tests.comm.reference import assert_same_bits, assert_within, data, digest, float64, poisoned
 from tests.launch import Rank, run_ranks, spawn_ranks
 from tests.torch_backend.groups import process_group
@@ -155,8 +155,6 @@ def messages(rank: Rank, places: str) -> None:
                 x = torch.empty(2)
                 dist.recv(x, 0, tag=tag)
                 assert x.tolist() == [tag, tag]
-            with pytest.raises(Unsupported, match="spans 2 hosts"):
-                dist.recv(torch.empty(2))
         if me == 0:
             dist.send(torch.zeros(3), 1)
             dist.send(torch.ones(2), 1)
@@ -170,6 +168,59 @@ def messages(rank: Rank, places: str) -> None:
 
 def test_messages():
     run_ranks(messages, 3, "ABB")
+
+
+def from_anybody(rank: Rank, places: str) -> None:
+    """Rank 1 receives from any rank, of its host and of the other, by every kind of receive."""
+    live_on(rank, places)
+    me, world = rank.rank, rank.world_size
+    others = [0, *range(2, world)]
+    with process_group(rank):
+        for n in (0, 3, 50_000):
+            if me == 1:
+                got = {dist.recv(x := poisoned((n,), torch.float32), tag=2): x for _ in others}
+                assert sorted(got) == others
+                for source, x in got.items():
+                    assert_same_bits(x, data((n,), torch.float32, source, n), ("any", n, source))
+            else:
+                dist.send(data((n,), torch.float32, me, n), 1, tag=2)
+            dist.barrier()  # inside a host a send does not wait: the next size would come early
+        # Several at once, each done by another message; then by name, in the order of each source.
+        if me == 1:
+            x = [torch.zeros(1) for _ in range(2 * len(others))]
+            works = [dist.irecv(t, tag=2) for t in x[: len(others)]]
+            works[-1].get_future()
+            dist.barrier()
+            for work in works:
+                work.wait()
+            assert sorted(t.item() for t in x[: len(others)]) == [10 * r for r in others]
+            dist.barrier()
+            for t, source in zip(x[len(others) :], reversed(others), strict=True):
+                dist.recv(t, source, tag=2)
+                assert t.item() == 10 * source + 1
+            with pytest.raises(Mismatch, match=r"1 x float32 were sent, 2 x float32|1 float32 el"):
+                dist.recv(torch.zeros(2), tag=2)
+        else:
+            dist.barrier()
+            dist.send(torch.tensor([10.0 * me]), 1, tag=2)
+            dist.barrier()
+            dist.send(torch.tensor([10.0 * me + 1]), 1, tag=2)
+            if me == world - 1:
+                dist.send(torch.zeros(1), 1, tag=2)
+        dist.barrier()
+        with pytest.raises(InvalidArgument, match="tags of messages between hosts"):
+            dist.recv(torch.zeros(1), tag=-1)
+        dist.barrier()
+        # Nothing comes: an error at the deadline, which names what was waited for.
+        group = dist.group.WORLD._get_backend(torch.device("cpu"))
+        group.set_timeout(timedelta(seconds=0.7))
+        with pytest.raises(CommError, match=r"from any rank|rank 1|closed"):
+            dist.recv(torch.zeros(1), tag=3) if me == 1 else dist.recv(torch.zeros(1), 1, tag=4)
+
+
+@pytest.mark.parametrize("places", ["AAB", "ABC", "ABBA"])
+def test_receives_from_any_source(places):
+    run_ranks(from_anybody, len(places), places)
 
 
 def misfits(rank: Rank, places: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyparallel.comm import InvalidArgument, Mismatch, Timeout, Unsupported
+from pyparallel.comm import InvalidArgument, Mismatch, Timeout
 from tests.comm.reference import assert_same_bits, data, poisoned
 from tests.launch import Rank, run_ranks
 from tests.torch_backend.groups import process_group
@@ -131,8 +131,6 @@ def messages(rank: Rank) -> None:
             assert dist.recv(got) == 1
             assert got.tolist() == [1, 2]
             pending = dist.irecv(torch.empty(1), 1, tag=99)
-            with pytest.raises(Unsupported, match="unfinished"):
-                pending.get_future()
             dist.send(torch.zeros(1), 1)
             assert pending.wait()
             assert len(pending.get_future().wait()) == 1
@@ -206,29 +204,38 @@ def test_batches_of_messages(world):
     run_ranks(ring, world)
 
 
-def batches(rank: Rank) -> None:
-    """Collectives and messages between start and end of coalescing: one Work for all."""
+def futures(rank: Rank) -> None:
+    """Of messages and batches that are not done yet: completed by nobody's wait."""
     me, world = rank.rank, rank.world_size
-    with process_group(rank) as group:
-        cpu = torch.device("cpu")
-        x, y, got = torch.ones(4) * me, torch.ones(3), torch.empty(2)
-        group._start_coalescing(cpu)
-        group.allreduce([x], dist.AllreduceOptions())
-        group.broadcast([y.mul_(me)], dist.BroadcastOptions())
-        group.send([torch.full((2,), float(me))], (me + 1) % world, 0)
-        group.recv([got], (me - 1) % world, 0)
-        work = group._end_coalescing(cpu)
-        assert work.wait()
-        assert x.tolist() == [world * (world - 1) / 2] * 4
-        assert y.tolist() == [0, 0, 0]
-        assert got.tolist() == [(me - 1) % world] * 2
-        assert work.is_completed()
-        with pytest.raises(ValueError, match="without startCoalescing"):
-            group._end_coalescing(cpu)
+    after, before = (me + 1) % world, (me - 1) % world
+    with process_group(rank):
+        wide = torch.zeros(2, 6)
+        received = dist.irecv(wide[:, ::2], before).get_future()
+        chained = received.then(lambda f: f.value()[0].sum().item())
+        got = [torch.zeros(3), torch.zeros(1)]
+        ops = [dist.P2POp(dist.irecv, x, before, tag=1 + i) for i, x in enumerate(got)]
+        whole = [work.get_future() for work in dist.batch_isend_irecv(ops)]
+        dist.barrier()
+        assert not received.done()
+        assert not whole[0].done()
+        dist.send(torch.full((2, 3), float(me)), after)
+        assert chained.wait() == 6 * before
+        assert bool((wide[:, ::2] == before).all())
+        sent = [dist.isend(torch.full_like(x, me), after, tag=1 + i) for i, x in enumerate(got)]
+        for future in whole + [work.get_future() for work in sent]:
+            future.wait()
+        assert got[0].tolist() == [before] * 3
+        assert got[1].tolist() == [before]
+    if me != 0:
+        return
+    with process_group(Rank(0, 1, rank.rendezvous + "alone", 60), timeout=0.5):
+        future = dist.irecv(torch.zeros(1), 0, tag=5).get_future()
+        with pytest.raises(RuntimeError, match=r"recv.*within 0\.5 s"):
+            future.wait()
 
 
-def test_batches_of_collectives_and_messages():
-    run_ranks(batches, 2)
+def test_futures_of_unfinished_messages():
+    run_ranks(futures, 2)
 
 
 def profiled(rank: Rank) -> list[str]:
