@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from pyparallel.schedule import FAMILIES, Schedule, generate
 
 # Few examples, no deadline: the machine may be busy. `hypothesis` shrinks what fails.
-SETTINGS = {"max_examples": 60, "deadline": None, "derandomize": True}
+SETTINGS = {"max_examples": 100, "deadline": None, "derandomize": True}
 
 
 def allowed(name: str, ranks: int) -> bool:

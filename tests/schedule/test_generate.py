@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from pyparallel.schedule import (
     FAMILIES,
     Kind,
+    Place,
+    Schedule,
     ScheduleError,
     generate,
     simulate,
@@ -23,11 +25,13 @@ from tests.schedule.cases import SETTINGS, allowed, every, schedules
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_small_size_is_right_with_and_without_transfers(name):
-    """m from 1 to 2p + 1: fewer microbatches than ranks never hang, one microbatch either."""
+    """m from 1 to 2p + 1: fewer microbatches than ranks never hang, one microbatch either
+    (training.md 12, 13)."""
     for p in (1, 2, 3, 4, 5, 8):
         for m in range(1, 2 * p + 2):
             if allowed(name, p):
                 schedule = generate(name, p, m)
+                assert (schedule.ranks, schedule.microbatches) == (p, m)
                 validate(schedule)
                 validate(with_transfers(schedule))
 
@@ -79,6 +83,18 @@ def test_cutting_microbatches_off_leaves_the_rest_as_it_was():
                 for row in schedule.rows]  # fmt: skip
         assert [[(a.kind, a.stage, a.microbatch) for a in row] for row in cut.rows] == kept
         assert cut.held == schedule.held
+
+
+def test_a_pair_whose_second_half_is_cut_off_runs_alone():
+    place = Place(0, 0)
+    row = [place.F(1), place.B(0), place.F(0, with_next=True), place.B(1)]
+    cut = Schedule.from_rows("pairs", [row]).first(1)
+    assert cut.rows[0] == (place.B(0), place.F(0))
+
+
+def test_reductions_wait_for_sends_that_others_wait_for():
+    plan = with_steps(with_transfers(generate("1f1b", 2, 3)))
+    assert [str(a) for a in plan.rows[1][-4:]] == ["1B2", "1SEND_B2", "1REDUCE", "1STEP"]
 
 
 @pytest.mark.parametrize(

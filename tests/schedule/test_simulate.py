@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from fractions import Fraction
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings
@@ -15,9 +16,11 @@ from pyparallel.schedule import (
     ScheduleError,
     generate,
     simulate,
+    units,
     with_steps,
     with_transfers,
 )
+from pyparallel.schedule.units import message
 from tests.schedule.cases import SETTINGS, every, schedules
 
 
@@ -60,13 +63,19 @@ def test_messages_that_do_not_overlap():
 
 
 def test_a_meeting_takes_as_long_as_its_longest_message():
-    plan = with_transfers(generate("1f1b", 2, 4))
-    costs = Costs(message_bytes=6, bandwidth=2, overlapped=False)
-    result = simulate(plan, costs)
-    for spans in result.spans:
-        for span in spans:
-            if span.action.kind.is_transfer:
-                assert span.end - span.start == 3
+    plan = with_transfers(generate("interleaved-1f1b", 2, 6, chunks=3))
+    sizes = (2, 4, 6, 8, 10)
+    result = simulate(plan, Costs(message_bytes=sizes, bandwidth=2, overlapped=False))
+    mixed = 0
+    for row, spans in zip(units(plan), result.spans, strict=True):
+        timed = iter(spans)
+        for unit in row:
+            taken = {s.end - s.start for s in islice(timed, len(unit.actions))}
+            if unit.meeting is not None:
+                members = {sizes[message(a)[1] - (a.kind.direction < 0)] for a in unit.actions}
+                assert taken == {max(members) // 2}
+                mixed += len(members) > 1
+    assert mixed > 2, "some meetings have messages of different sizes"
 
 
 def test_fractions_stay_exact():

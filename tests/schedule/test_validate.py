@@ -211,6 +211,18 @@ def test_sends_that_meet():
     assert "1RECV_F1 on rank 1 waits for 0SEND_F1 on rank 0" in text
 
 
+def test_a_batch_may_not_be_completed_by_a_later_one():
+    """Rank 0 issues three messages side by side, rank 1 has a pass between them that needs the
+    last: its first batch would have to end with a message of rank 0's third."""
+    plan = with_transfers(generate("gpipe", 2, 3))
+    first = "0F0 0F1 0F2 0SEND_F0 0SEND_F1 0RECV_B0 0SEND_F2 0B0 0RECV_B1 0B1 0RECV_B2 0B2"
+    second = "1RECV_F0 1F0 1RECV_F1 1RECV_F2 1F1 1F2 1B0 1SEND_B0 1B1 1SEND_B1 1B2 1SEND_B2"
+    text = refused(reordered(plan, (first, second)), "deadlock")
+    assert "0RECV_B0 on rank 0 waits for 1SEND_B0 on rank 1" in text
+    first = first.replace("0RECV_B0 0SEND_F2", "0SEND_F2 0RECV_B0")
+    validate(reordered(plan, (first, second)))
+
+
 def reordered(plan, rows):
     """The plan with its rows in this order."""
     by_text = {str(a): a for row in plan.rows for a in row}
