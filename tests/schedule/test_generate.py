@@ -124,5 +124,6 @@ def test_what_cannot_work_is_refused_with_what_would(arguments, message):
     ],
 )
 def test_options_that_cannot_work_are_refused(name, options, message):
+    """training.md 40: the error of a virtual pipeline that cannot be lists what can."""
     with pytest.raises(ScheduleError, match=message):
         generate(name, 4, 8, **options)

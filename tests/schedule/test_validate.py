@@ -70,6 +70,7 @@ def test_weight_half_before_input_half():
 
 
 def test_two_ranks_that_wait_for_each_other():
+    """training.md 14: a circle of sends and receives is found without running it."""
     rows = [A.F(1), A.F(0), A.B(0), A.B(1)], [B.F(0), B.B(0), B.F(1), B.B(1)]
     validate(two_ranks(*rows))
     wrong = [A.F(0), A.B(0), A.F(1), A.B(1)], [B.F(1), B.B(1), B.F(0), B.B(0)]
