@@ -6,10 +6,11 @@ are in torch.nn.Linear's layout, [N, K].
 """
 
 from pyparallel.ops.all_gather_matmul import all_gather_matmul
-from pyparallel.ops.all_reduce_rms_norm import all_reduce_rms_norm
+from pyparallel.ops.all_reduce_rms_norm import all_reduce_rms_norm, all_reduce_rms_norm_
 from pyparallel.ops.collectives import (
     all_gather,
     all_reduce,
+    all_reduce_,
     gather,
     reduce_scatter,
     replicate,
@@ -26,7 +27,9 @@ __all__ = [
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "all_reduce_",
     "all_reduce_rms_norm",
+    "all_reduce_rms_norm_",
     "explain",
     "gather",
     "group_name",

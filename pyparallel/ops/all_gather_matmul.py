@@ -20,11 +20,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import linear
 
+from pyparallel.errors import InvalidArgument
 from pyparallel.ops.checks import Misfits, by, check_floats, check_linear, dim_of, own_sizes
+from pyparallel.ops.device_path import KERNELS
 from pyparallel.ops.groups import Seat, group_name, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
+from pyparallel.ops.outputs import define_out, into_out
 
 __all__ = ["all_gather_matmul"]
 
@@ -85,20 +88,27 @@ def _run(
     not_first = f"gather_dim is {dim}, not the first" if dim or x.dim() == 1 else ""
     chosen = seat.choose(_NAME, rows, k, x, algorithm, note, not_first)
     if chosen == "plain":
-        seat.engine.note(note)
-        gathered = seat.engine.all_gather(x, dim, sizes)
+        engine = seat.engine_of(x)
+        engine.note(note)
+        gathered = engine.all_gather(x, dim, sizes)
         results = [linear(gathered, w, b) for w, b in zip(weights, biases, strict=True)]
         return [*results, gathered] if return_gathered else results
-    path = seat.engine.host_path
-    assert path is not None, chosen
-    chunk = chunk_rows_of(k, x.dtype) if chosen == "chunked" else rows
     inner = prod(whole[1:-1])
-    products, gathered = path.all_gather_matmul(
-        x.reshape(sizes[seat.rank] * inner, k), weights, [n * inner for n in sizes], note, chunk
-    )
-    for product, bias in zip(products, biases, strict=True):
-        if bias is not None:
-            product += bias
+    x_rows = x.reshape(sizes[seat.rank] * inner, k)
+    row_sizes = [n * inner for n in sizes]
+    if chosen in KERNELS[_NAME]:
+        kernels = seat.device_path(x.device)
+        products, gathered = kernels.all_gather_matmul(
+            x_rows, weights, biases, row_sizes, note, chosen
+        )
+    else:
+        path = seat.engine.host_path
+        assert path is not None, chosen
+        chunk = chunk_rows_of(k, x.dtype) if chosen == "chunked" else rows
+        products, gathered = path.all_gather_matmul(x_rows, weights, row_sizes, note, chunk)
+        for product, bias in zip(products, biases, strict=True):
+            if bias is not None:
+                product += bias
     results = [y.view(*whole[:-1], y.shape[1]) for y in products]
     if return_gathered:
         gathered = gathered.clone().view(whole)  # the workspace is the next calls'
@@ -208,6 +218,22 @@ define(
     _backward,
     _setup_context,
 )
+define_out(
+    _NAME,
+    "Tensor x, Tensor[] weights, Tensor[] biases, int[] biased, str group, int gather_dim, "
+    "SymInt[]? shard_sizes, str? algorithm",
+    lambda x, weights, biases, biased, group, dim, sizes, algorithm: _run(
+        x, weights, _spread(weights, biases, biased), group, dim, sizes, False, algorithm
+    ),
+)
+
+
+def _product_shapes(
+    seat: Seat, x: Tensor, weights: Sequence[Tensor], dim: int, sizes: Sequence[int] | None
+) -> list[list[int]]:
+    shape = list(x.shape)
+    shape[dim] = shape[dim] * seat.world_size if sizes is None else sum(sizes)
+    return [[*shape[:-1], w.shape[0]] for w in weights]
 
 
 def all_gather_matmul(
@@ -219,6 +245,7 @@ def all_gather_matmul(
     shard_sizes: Sequence[int] | None = None,
     return_gathered: bool = False,
     *,
+    out: "Tensor | Sequence[Tensor] | None" = None,
     save_gathered: bool = True,
     algorithm: str | None = None,
     main_grad: "Tensor | Sequence[Tensor | None] | None" = None,
@@ -234,6 +261,8 @@ def all_gather_matmul(
         bias: [N], this rank's part, or None; with a list of weights a list of as many.
         shard_sizes: every rank's size of gather_dim, where they differ.
         return_gathered: give the gathered x too.
+        out: takes the products (a list, with a list of weights), of their shapes and dtype, and
+            shares no memory with an input. Without derivative, and not with return_gathered.
         save_gathered: keep the gathered x for the weight gradients. False keeps only the shard, and
             gathers again in backward.
         algorithm: one of docs/ops.md; by default the one that explain() tells. Alike on all ranks.
@@ -253,6 +282,23 @@ def all_gather_matmul(
         biases: list[Tensor | None] = [None] * len(weights)
     else:
         biases = list(bias) if not isinstance(bias, Tensor) else [bias]
+    biased = [i for i, b in enumerate(biases) if b is not None]
+    given = [b for b in biases if b is not None]
+    sizes = None if shard_sizes is None else list(shard_sizes)
+    if out is not None:
+        if return_gathered:
+            error = InvalidArgument("out= does not take the gathered x; leave return_gathered out")
+            raise seat_of(group).refused(_NAME, error)
+        return into_out(
+            _NAME,
+            group,
+            (x, weights, given, biased, group_name(group), gather_dim, sizes, algorithm),
+            lambda: _run(x, weights, biases, group, gather_dim, sizes, False, algorithm),
+            {"x": x, **{f"weight[{i}]": w for i, w in enumerate(weights)},
+             **{f"bias[{i}]": b for i, b in enumerate(biases)}},
+            lambda: _product_shapes(seat_of(group), x, weights, gather_dim, sizes),
+            out,
+        )  # fmt: skip
     if main_grad is not None:
         weights = into_main_grad(_NAME, group, weights, main_grad)
     if is_direct(x, *weights, *biases):
@@ -261,15 +307,14 @@ def all_gather_matmul(
         )
     else:
         keep = save_gathered and any(w.requires_grad for w in weights)
-        biased = [i for i, b in enumerate(biases) if b is not None]
         results = library_op(_NAME)(
             x,
             weights,
-            [b for b in biases if b is not None],
+            given,
             biased,
             group_name(group),
             gather_dim,
-            None if shard_sizes is None else list(shard_sizes),
+            sizes,
             return_gathered or keep,
             save_gathered,
             algorithm,

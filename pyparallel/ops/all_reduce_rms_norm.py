@@ -21,8 +21,9 @@ from torch import Tensor
 from pyparallel.ops.checks import Misfits, check_floats
 from pyparallel.ops.groups import group_name, seat_of
 from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.outputs import check_written
 
-__all__ = ["all_reduce_rms_norm"]
+__all__ = ["all_reduce_rms_norm", "all_reduce_rms_norm_"]
 
 _NAME = "all_reduce_rms_norm"
 
@@ -95,8 +96,9 @@ def _run(
         _check(x, residual, weight, eps)
     except Exception as error:
         raise seat.refused(_NAME, error) from None
-    seat.engine.note(f"{_NAME} of x {list(x.shape)} {x.dtype}, eps {eps}")
-    h = seat.engine.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), "sum")
+    engine = seat.engine_of(x)
+    engine.note(f"{_NAME} of x {list(x.shape)} {x.dtype}, eps {eps}")
+    h = engine.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), "sum")
     h += residual
     return rms_norm(h, weight, eps), h
 
@@ -127,6 +129,40 @@ define(
     _backward,
     _setup_context,
 )
+
+
+def _run_in_place(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: Any) -> None:
+    seat = seat_of(group)
+    try:
+        _check(x, residual, weight, eps)
+        check_written({"x": x, "residual": residual}, {"weight": weight})
+        check_written({"x": x}, {"residual": residual})
+    except Exception as error:
+        raise seat.refused(f"{_NAME}_", error) from None
+    normed, h = _run(x, residual, weight, eps, group)
+    x.copy_(normed)
+    residual.copy_(h)
+
+
+define(
+    f"{_NAME}_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps, str group) -> ()",
+    _run_in_place,
+    lambda x, residual, weight, eps, group: None,
+)
+
+
+def all_reduce_rms_norm_(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: Any
+) -> tuple[Tensor, Tensor]:
+    """As `all_reduce_rms_norm`, in place: x becomes the norm, residual the sum. Gives both.
+
+    Without derivative.
+    """
+    if is_direct(x, residual, weight) or not torch.compiler.is_compiling():
+        _run_in_place(x, residual, weight, eps, group)
+    else:
+        library_op(f"{_NAME}_")(x, residual, weight, eps, group_name(group))
+    return x, residual
 
 
 def all_reduce_rms_norm(

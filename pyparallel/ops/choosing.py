@@ -142,6 +142,10 @@ class Chooser:
             self._policy = _agreed(self._communicator)
         return self._policy
 
+    def asked(self, op: str) -> str | None:
+        """What PYPARALLEL_ALGORITHM of rank 0 names for an op. Collective as `policy` is."""
+        return _override(self.policy.override, op)
+
     def choose(
         self,
         op: str,
@@ -216,7 +220,7 @@ def _decide(
     name = DTYPES.get(dtype)
     if algorithm is not None:
         _check(op, device, algorithm, known, barred, "algorithm")
-    override = _override(policy.override, op, device)
+    override = _override(policy.override, op)
     if override is not None:
         _check(op, device, override, known, barred, "PYPARALLEL_ALGORITHM")
     usable = [a for a in known if a not in barred]
@@ -268,7 +272,7 @@ def _check(
         raise InvalidArgument(f"{what} is {name!r}, which cannot run: {barred[name]}; use {usable}")
 
 
-def _override(text: str, op: str, device: str) -> str | None:
+def _override(text: str, op: str) -> str | None:
     """ "plain", or "matmul_all_reduce=one_shot,all_gather_matmul=plain" -> the name for an op."""
     found = None
     for part in filter(None, (p.strip() for p in text.split(","))):

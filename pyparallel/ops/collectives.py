@@ -21,8 +21,17 @@ from torch import Tensor
 from pyparallel.ops.checks import Misfits, check_floats, dim_of, own_sizes, sizes_of_whole
 from pyparallel.ops.groups import Seat, group_name, place_of, seat_of
 from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.outputs import check_written
 
-__all__ = ["all_gather", "all_reduce", "gather", "reduce_scatter", "replicate", "split"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_",
+    "gather",
+    "reduce_scatter",
+    "replicate",
+    "split",
+]
 
 REDUCTIONS = ("sum", "max", "min")
 
@@ -37,8 +46,9 @@ def _run_all_gather(x: Tensor, group: Any, dim: int, shard_sizes: Sequence[int] 
     except Exception as error:
         raise seat.refused("all_gather", error) from None
     whole = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
-    seat.engine.note(f"all_gather of x {whole} {x.dtype} from shards {sizes} of dim {dim}")
-    return seat.engine.all_gather(x.detach(), dim, sizes)
+    engine = seat.engine_of(x)
+    engine.note(f"all_gather of x {whole} {x.dtype} from shards {sizes} of dim {dim}")
+    return engine.all_gather(x.detach(), dim, sizes)
 
 
 def _shards_of_shard(
@@ -111,10 +121,9 @@ def _run_reduce_scatter(
         dim, sizes = _shards_of_whole(seat.world_size, x, dim, shard_sizes)
     except Exception as error:
         raise seat.refused("reduce_scatter", error) from None
-    seat.engine.note(
-        f"reduce_scatter of x {list(x.shape)} {x.dtype} to shards {sizes} of dim {dim}"
-    )
-    return seat.engine.reduce_scatter(x.detach(), dim, sizes)
+    engine = seat.engine_of(x)
+    engine.note(f"reduce_scatter of x {list(x.shape)} {x.dtype} to shards {sizes} of dim {dim}")
+    return engine.reduce_scatter(x.detach(), dim, sizes)
 
 
 def _shards_of_whole(
@@ -170,18 +179,23 @@ def reduce_scatter(
 # --- all_reduce: y = x_0 + x_1 + ...   dx = dy
 
 
+def _check_all_reduce(x: Tensor, op: str) -> None:
+    misfits = Misfits()
+    check_floats({"x": x}, misfits)
+    if op not in REDUCTIONS:
+        misfits.add(f"op is {op!r}; expected one of {', '.join(REDUCTIONS)}")
+    misfits.raise_any()
+
+
 def _run_all_reduce(x: Tensor, group: Any, op: str) -> Tensor:
     seat = seat_of(group)
     try:
-        misfits = Misfits()
-        check_floats({"x": x}, misfits)
-        if op not in REDUCTIONS:
-            misfits.add(f"op is {op!r}; expected one of {', '.join(REDUCTIONS)}")
-        misfits.raise_any()
+        _check_all_reduce(x, op)
     except Exception as error:
         raise seat.refused("all_reduce", error) from None
-    seat.engine.note(f"all_reduce {op} of x {list(x.shape)} {x.dtype}")
-    return seat.engine.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), op)
+    engine = seat.engine_of(x)
+    engine.note(f"all_reduce {op} of x {list(x.shape)} {x.dtype}")
+    return engine.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), op)
 
 
 def _fake_all_reduce(x: Tensor, group: str, op: str) -> Tensor:
@@ -217,6 +231,34 @@ def all_reduce(x: Tensor, group: Any, op: str = "sum") -> Tensor:
         return _run_all_reduce(x, group, op)
     reduced: Tensor = library_op("all_reduce")(x, group_name(group), op)
     return reduced
+
+
+def _run_all_reduce_in_place(x: Tensor, group: Any, op: str) -> None:
+    seat = seat_of(group)
+    try:
+        _check_all_reduce(x, op)
+        check_written({"x": x}, {})
+    except Exception as error:
+        raise seat.refused("all_reduce_", error) from None
+    engine = seat.engine_of(x)
+    engine.note(f"all_reduce {op} of x {list(x.shape)} {x.dtype}")
+    engine.all_reduce(x.detach(), op)
+
+
+define(
+    "all_reduce_(Tensor(a!) x, str group, str op) -> ()",
+    _run_all_reduce_in_place,
+    lambda x, group, op: None,
+)
+
+
+def all_reduce_(x: Tensor, group: Any, op: str = "sum") -> Tensor:
+    """As `all_reduce`, in place, for an `x` of any strides; gives `x`. Without derivative."""
+    if is_direct(x) or not torch.compiler.is_compiling():
+        _run_all_reduce_in_place(x, group, op)
+    else:
+        library_op("all_reduce_")(x, group_name(group), op)
+    return x
 
 
 # --- those made of the above

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyparallel.comm import Communicator
-from pyparallel.errors import Closed, InvalidArgument
+from pyparallel.errors import Closed, InvalidArgument, Unsupported
 from pyparallel.ops.host_path import HostPath
 
-__all__ = ["SYMMETRIC", "Alone", "Engine", "Native", "Torch"]
+__all__ = ["SYMMETRIC", "Alone", "Engine", "Native", "Torch", "Unserved"]
 
 
 SYMMETRIC = ("symmetric", "chunked")  # the algorithms of host_path.py
@@ -120,6 +120,41 @@ _TORCH_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+
+
+class Unserved:
+    """CUDA tensors of a bare Communicator: fused kernels may take them, collectives cannot."""
+
+    host_path: HostPath | None = None
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.meeting: Communicator | None = communicator
+        self.rank = communicator.rank
+        self.world_size = communicator.world_size
+        self.note = communicator.note
+        self._name = communicator.name
+
+    def barred(self) -> Mapping[str, str]:
+        return {}
+
+    def _error(self) -> Unsupported:
+        return Unsupported(
+            f"group {self._name}: a Communicator moves CPU memory; for CUDA tensors pass a "
+            "torch.distributed ProcessGroup that serves them, or algorithm= of a fused kernel"
+        )
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        raise self._error()
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        raise self._error()
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        raise self._error()
+
+    def refused(self, op: str, error: Exception) -> Exception:
+        assert self.meeting is not None
+        return self.meeting._refused(op, error)
 
 
 # torch 2.13 renamed them, and warns at the old names.

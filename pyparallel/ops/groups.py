@@ -7,6 +7,7 @@ nothing else was said.
 """
 
 import itertools
+import os
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -20,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyparallel.comm import Communicator
 from pyparallel.comm.torch_backend import communicator_of
 from pyparallel.errors import InvalidArgument
-from pyparallel.ops.choosing import Chooser
-from pyparallel.ops.engines import SYMMETRIC, Alone, Engine, Native, Torch
+from pyparallel.ops.choosing import Chooser, algorithms
+from pyparallel.ops.device_path import DTYPES, KERNELS, DevicePath
+from pyparallel.ops.engines import SYMMETRIC, Alone, Engine, Native, Torch, Unserved
 
 __all__ = ["Group", "Seat", "group_name", "place_of", "seat_of"]
 
@@ -34,13 +36,29 @@ class Seat:
     Made once per group object, which owns it: nothing here keeps a group alive.
     """
 
-    def __init__(self, name: str, engine: Engine) -> None:
+    def __init__(self, name: str, engine: Engine, device_engine: Engine) -> None:
+        """`engine` moves CPU tensors, `device_engine` those of an accelerator."""
         self.name = name
         self.engine = engine
+        self._device_engine = device_engine
+        self._device_paths: dict[torch.device, DevicePath] = {}
         self.rank = engine.rank
         self.world_size = engine.world_size
         self.chooser = Chooser(engine.meeting)
         self._barred: Mapping[str, str] | None = None  # not asked yet: that is collective
+
+    def engine_of(self, x: torch.Tensor) -> Engine:
+        """What moves tensors like `x`."""
+        return self.engine if x.device.type == "cpu" else self._device_engine
+
+    def device_path(self, device: torch.device) -> DevicePath:
+        """The fused kernels of this group on `device`, for the algorithms that `choose` gives."""
+        found = self._device_paths.get(device)
+        if found is None:
+            meeting = self.engine.meeting
+            assert meeting is not None, "a group of one rank has no fused kernels"
+            found = self._device_paths[device] = DevicePath(meeting, device)
+        return found
 
     def barred(self, note: str = "") -> Mapping[str, str]:
         """Algorithms that CPU tensors cannot take here, and why. Collective at first."""
@@ -61,19 +79,24 @@ class Seat:
         algorithm: str | None,
         note: str,
         not_first: str = "",
+        not_fused: str = "",
     ) -> str:
         """The algorithm of one call, alike on all ranks. Collective at the first of a group.
 
         `note` is that of the call; `not_first` says of which dim a call shares parts, where that
-        is not the first.
+        is not the first; `not_fused` why no kernel can do all of this call.
         """
         device = x.device.type
+        if device == "cpu" and self._is_interpreted(op, algorithm):
+            device = "cuda"
         if self.world_size == 1:
             if algorithm is not None:  # of a group that may be larger elsewhere: a known one
                 self.chooser.choose(op, m, shared, x.dtype, device, algorithm)
             return "plain"
         bars = self.barred(note)
-        if not_first:
+        if device != "cpu":
+            bars = self._barred_kernels(op, shared, x, algorithm, not_first or not_fused)
+        elif not_first:
             bars = {**dict.fromkeys(SYMMETRIC, not_first), **bars}
         try:
             choice = self.chooser.choose(op, m, shared, x.dtype, device, algorithm, bars)
@@ -85,7 +108,33 @@ class Seat:
         """Tells the other ranks, so that they raise and do not wait; gives what to raise here."""
         return self.engine.refused(op, error)
 
+    def _is_interpreted(self, op: str, algorithm: str | None) -> bool:
+        """Whether a CPU call names a kernel, and Triton's interpreter can run it."""
+        if not _INTERPRETED:
+            return False
+        return (algorithm or self.chooser.asked(op)) in KERNELS[op]
 
+    def _barred_kernels(
+        self, op: str, shared: int, x: torch.Tensor, algorithm: str | None, reason: str
+    ) -> dict[str, str]:
+        """Which of an accelerator's algorithms cannot take this call, and why."""
+        names = [name for name in algorithms(op, "cuda") if name != "plain"]
+        asked = algorithm or self.chooser.asked(op)
+        if x.dtype not in DTYPES:
+            reason = f"no kernel takes {x.dtype}"
+        elif SYMMETRIC[0] in self.barred() and isinstance(self.engine, Native):
+            reason = self.barred()[SYMMETRIC[0]]
+        if reason:
+            return dict.fromkeys(names, reason)
+        bars = {name: "it is not part of the ops" for name in names if name not in KERNELS[op]}
+        if "multimem" in names and asked != "multimem":
+            bars["multimem"] = "it adds in the switch's order, not in rank order: ask for it"
+        elif "multimem" in names and shared % 4:
+            bars["multimem"] = f"N is {shared}, no multiple of 4"
+        return bars
+
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _seats: "weakref.WeakKeyDictionary[Any, Seat]" = weakref.WeakKeyDictionary()
 _by_name: "weakref.WeakValueDictionary[str, Seat]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -169,28 +218,30 @@ def _make(group: "dist.ProcessGroup | Communicator") -> Seat:
         return seat
     if isinstance(group, Communicator):
         name = f"communicator/{group.name}/{next(_numbers)}"
-        seat = Seat(name, Native(weakref.proxy(group)))
+        native = Native(weakref.proxy(group))
+        seat = Seat(name, native, Unserved(native.communicator))
     else:
         if dist.get_rank(group) < 0:
             raise InvalidArgument(
                 f"group {group.group_name!r} does not contain this process; only its ranks may call"
             )
-        seat = Seat(str(group.group_name), _engine_of(group))
+        seat = Seat(str(group.group_name), *_engines_of(group))
     _seats[group] = seat
     _by_name[seat.name] = seat
     return seat
 
 
-def _engine_of(group: dist.ProcessGroup) -> Engine:
+def _engines_of(group: dist.ProcessGroup) -> tuple[Engine, Engine]:
     if group.size() == 1:
-        return Alone()
+        return Alone(), Alone()
     communicator = communicator_of(group)
     if communicator is not None:
-        return Native(communicator)
+        return Native(communicator), Torch(group, communicator)
     # A group of another library: its own collectives move the data, a communicator of ours over
     # the same store carries agreements and refusals.
     store = c10d._get_process_group_store(group)
     agreement = Communicator.from_store(
         store, group.rank(), group.size(), name=f"ops of group {group.group_name}"
     )
-    return Torch(group, agreement)
+    both = Torch(group, agreement)
+    return both, both

@@ -19,11 +19,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import linear
 
+from pyparallel.ops.all_reduce_rms_norm import rms_norm
 from pyparallel.ops.checks import Misfits, by, check_floats, check_linear
+from pyparallel.ops.device_path import KERNELS, NormOf
 from pyparallel.ops.groups import Seat, group_name, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
+from pyparallel.ops.outputs import define_out, into_out
 
 __all__ = ["matmul_all_reduce"]
 
@@ -43,22 +46,46 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def summed_product(
-    seat: Seat, x: Tensor, weight: Tensor, algorithm: str | None, text: str
-) -> Tensor:
-    """The sum over ranks of x @ weight^T by the chosen algorithm; `text` says whose it is."""
+    seat: Seat,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: NormOf | None,
+    algorithm: str | None,
+    text: str,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum over ranks of x @ weight^T, plus bias, and None.
+
+    With `norm`: the norm of the sum with bias and residual, and that sum. `text` says whose call
+    it is.
+    """
     n = weight.shape[0]
     rows = prod(x.shape[:-1])
     note = f"{text}, result {[*x.shape[:-1], n]} {x.dtype}{by(algorithm)}"
     chosen = seat.choose(_NAME, rows, n, x, algorithm, note)
+    shape = (*x.shape[:-1], n)
+    if chosen in KERNELS[_NAME]:
+        kernels = seat.device_path(x.device)
+        y, h = kernels.matmul_all_reduce(
+            x.reshape(rows, x.shape[-1]), weight, bias, norm, note, chosen
+        )
+        return y.view(shape), h if h is None else h.view(shape)
     if chosen == "plain":
+        engine = seat.engine_of(x)
         y = linear(x, weight)
-        seat.engine.note(note)
-        return seat.engine.all_reduce(y, "sum")
-    path = seat.engine.host_path
-    assert path is not None, chosen
-    chunk = chunk_rows_of(n, x.dtype) if chosen == "chunked" else rows
-    y = path.matmul_all_reduce(x.reshape(rows, x.shape[-1]), weight, note, chunk)
-    return y.view(*x.shape[:-1], n)
+        engine.note(note)
+        y = engine.all_reduce(y, "sum")
+    else:
+        path = seat.engine.host_path
+        assert path is not None, chosen
+        chunk = chunk_rows_of(n, x.dtype) if chosen == "chunked" else rows
+        y = path.matmul_all_reduce(x.reshape(rows, x.shape[-1]), weight, note, chunk).view(shape)
+    if bias is not None:
+        y += bias
+    if norm is None:
+        return y, None
+    y += norm.residual.view(shape)
+    return rms_norm(y, norm.weight, norm.eps), y
 
 
 def _run(
@@ -70,10 +97,7 @@ def _run(
     except Exception as error:
         raise seat.refused(_NAME, error) from None
     text = f"{_NAME} with {'no ' if bias is None else ''}bias"
-    y = summed_product(seat, x, weight, algorithm, text)
-    if bias is not None:
-        y += bias
-    return y
+    return summed_product(seat, x, weight, bias, None, algorithm, text)[0]
 
 
 def _fake(
@@ -103,6 +127,7 @@ define(
     _backward,
     _setup_context,
 )
+define_out(_NAME, "Tensor x, Tensor weight, Tensor? bias, str group, str? algorithm", _run)
 
 
 def matmul_all_reduce(
@@ -111,6 +136,7 @@ def matmul_all_reduce(
     group: Any,
     bias: Tensor | None = None,
     *,
+    out: Tensor | None = None,
     algorithm: str | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
@@ -122,6 +148,8 @@ def matmul_all_reduce(
         weight: [N, K], this rank's columns of the whole weight.
         group: see `pyparallel.ops`.
         bias: [N], the whole bias, alike on all ranks; it is added once.
+        out: takes the result, of its shape and dtype, and shares no memory with an input. Without
+            derivative.
         algorithm: one of docs/ops.md; by default the one that explain() tells. Alike on all ranks.
         main_grad: float32 [N, K] buffer that the weight gradient is added to; the weight's own
             `.grad` then stays None.
@@ -135,6 +163,17 @@ def matmul_all_reduce(
     """
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
+    if out is not None:
+        written: Tensor = into_out(
+            _NAME,
+            group,
+            (x, weight, bias, group_name(group), algorithm),
+            lambda: _run(x, weight, bias, group, algorithm),
+            {"x": x, "weight": weight, "bias": bias},
+            lambda: [(*x.shape[:-1], weight.shape[0])],
+            out,
+        )
+        return written
     if is_direct(x, weight, bias):
         return _run(x, weight, bias, group, algorithm)
     y: Tensor = library_op(_NAME)(x, weight, bias, group_name(group), algorithm)

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pyparallel.ops.all_reduce_rms_norm import check_norm, rms_norm, rms_norm_backward
+from pyparallel.ops.all_reduce_rms_norm import check_norm, rms_norm_backward
 from pyparallel.ops.checks import Misfits, check_floats, check_linear
+from pyparallel.ops.device_path import NormOf
 from pyparallel.ops.groups import group_name, seat_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
@@ -63,11 +64,10 @@ def _run(
     except Exception as error:
         raise seat.refused(_NAME, error) from None
     text = f"{_NAME} with {'no ' if bias is None else ''}bias, eps {eps}"
-    h = summed_product(seat, x, weight, algorithm, text)
-    if bias is not None:
-        h += bias
-    h += residual
-    return rms_norm(h, norm_weight, eps), h
+    norm = NormOf(residual.reshape(-1, weight.shape[0]), norm_weight, eps)
+    y, h = summed_product(seat, x, weight, bias, norm, algorithm, text)
+    assert h is not None
+    return y, h
 
 
 def _fake(

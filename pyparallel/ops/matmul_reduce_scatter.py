@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from pyparallel.ops.checks import Misfits, by, check_floats, check_linear, dim_of, sizes_of_whole
+from pyparallel.ops.device_path import KERNELS
 from pyparallel.ops.groups import Seat, group_name, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
+from pyparallel.ops.outputs import define_out, into_out
 
 __all__ = ["matmul_reduce_scatter"]
 
@@ -87,19 +89,34 @@ def _run(
     )
     rows = prod(lead)
     not_first = f"scatter_dim is {dim}, not the first" if dim or not lead else ""
-    chosen = seat.choose(_NAME, rows, n, xs[0], algorithm, note, not_first)
+    several = "it adds several products" if len(xs) > 1 or addend is not None else ""
+    chosen = seat.choose(_NAME, rows, n, xs[0], algorithm, note, not_first, several)
+    inner = prod(lead[1:])
+    own_shape = (sizes[seat.rank], *lead[1:], n)
+    if chosen in KERNELS[_NAME]:
+        return (
+            seat.device_path(xs[0].device)
+            .matmul_reduce_scatter(
+                xs[0].reshape(rows, xs[0].shape[-1]),
+                weights[0],
+                bias,
+                [size * inner for size in sizes],
+                note,
+            )
+            .view(own_shape)
+        )
     if chosen == "plain":
         partial = linear(xs[0], weights[0])
         for x, w in zip(xs[1:], weights[1:], strict=True):
             partial += linear(x, w)
         if addend is not None:
             partial += addend
-        seat.engine.note(note)
-        shard = seat.engine.reduce_scatter(partial, dim, sizes)
+        engine = seat.engine_of(partial)
+        engine.note(note)
+        shard = engine.reduce_scatter(partial, dim, sizes)
     else:
         path = seat.engine.host_path
         assert path is not None, chosen
-        inner = prod(lead[1:])
         chunk = chunk_rows_of(n, xs[0].dtype) if chosen == "chunked" else rows
         shard = path.matmul_reduce_scatter(
             [x.reshape(rows, x.shape[-1]) for x in xs],
@@ -108,7 +125,7 @@ def _run(
             [size * inner for size in sizes],
             note,
             chunk,
-        ).view(sizes[seat.rank], *lead[1:], n)
+        ).view(own_shape)
     if bias is not None:
         if dim == len(lead):
             bias = bias[sum(sizes[: seat.rank]) :][: sizes[seat.rank]]
@@ -178,6 +195,20 @@ define(
     _backward,
     _setup_context,
 )
+define_out(
+    _NAME,
+    "Tensor[] xs, Tensor[] weights, Tensor? bias, Tensor? addend, str group, int scatter_dim, "
+    "SymInt[]? shard_sizes, str? algorithm",
+    _run,
+)
+
+
+def _shard_shape(
+    seat: Seat, x: Tensor, weight: Tensor, dim: int, sizes: Sequence[int] | None
+) -> list[int]:
+    shape = [*x.shape[:-1], weight.shape[0]]
+    shape[dim] = shape[dim] // seat.world_size if sizes is None else sizes[seat.rank]
+    return shape
 
 
 def matmul_reduce_scatter(
@@ -188,6 +219,7 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
     *,
+    out: Tensor | None = None,
     algorithm: str | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
@@ -202,6 +234,8 @@ def matmul_reduce_scatter(
         bias: [N], the whole bias, alike on all ranks; it is added once. Its gradient is whole too,
             and alike on all ranks.
         shard_sizes: every rank's size of scatter_dim; needed where it does not divide.
+        out: takes the result, of its shape and dtype, and shares no memory with an input. Without
+            derivative.
         algorithm: one of docs/ops.md; by default the one that explain() tells. Alike on all ranks.
         main_grad: float32 [N, K] buffer that the weight gradient is added to; the weight's own
             `.grad` then stays None.
@@ -215,9 +249,20 @@ def matmul_reduce_scatter(
     """
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
+    sizes = None if shard_sizes is None else list(shard_sizes)
+    if out is not None:
+        written: Tensor = into_out(
+            _NAME,
+            group,
+            ([x], [weight], bias, None, group_name(group), scatter_dim, sizes, algorithm),
+            lambda: _run([x], [weight], bias, None, group, scatter_dim, sizes, algorithm),
+            {"x": x, "weight": weight, "bias": bias},
+            lambda: [_shard_shape(seat_of(group), x, weight, scatter_dim, sizes)],
+            out,
+        )
+        return written
     if is_direct(x, weight, bias):
         return _run([x], [weight], bias, None, group, scatter_dim, shard_sizes, algorithm)
-    sizes = None if shard_sizes is None else list(shard_sizes)
     shard: Tensor = library_op(_NAME)(
         [x], [weight], bias, None, group_name(group), scatter_dim, sizes, algorithm
     )

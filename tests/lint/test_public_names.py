@@ -23,8 +23,8 @@ PUBLIC = {
         VocabParallelEmbedding clip_gradient_norm_ full_state_dict gradient_norm
         load_full_state_dict materialize split_heads tie vocab_parallel_cross_entropy""",
     "pyparallel.environment": "VARIABLES Variable",
-    "pyparallel.ops": """Explanation all_gather all_gather_matmul all_reduce all_reduce_rms_norm
-        explain gather
+    "pyparallel.ops": """Explanation all_gather all_gather_matmul all_reduce all_reduce_
+        all_reduce_rms_norm all_reduce_rms_norm_ explain gather
         group_name matmul_all_reduce matmul_all_reduce_rms_norm matmul_reduce_scatter reduce_scatter
         replicate split""",
     "pyparallel.cli": "COMMANDS main",

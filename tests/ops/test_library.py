@@ -17,6 +17,15 @@ SCHEMAS = {
     "all_gather_matmul": "(Tensor x, Tensor[] weights, Tensor[] biases, int[] biased, str group, "
     "int gather_dim, SymInt[]? shard_sizes, bool return_gathered, bool save_gathered, "
     "str? algorithm) -> Tensor[]",
+    "all_gather_matmul_out": "(Tensor x, Tensor[] weights, Tensor[] biases, int[] biased, "
+    "str group, int gather_dim, SymInt[]? shard_sizes, str? algorithm, Tensor(a!)[] out) -> ()",
+    "all_reduce_": "(Tensor(a!) x, str group, str op) -> ()",
+    "all_reduce_rms_norm_": "(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps, "
+    "str group) -> ()",
+    "matmul_all_reduce_out": "(Tensor x, Tensor weight, Tensor? bias, str group, str? algorithm, "
+    "Tensor(a!)[] out) -> ()",
+    "matmul_reduce_scatter_out": "(Tensor[] xs, Tensor[] weights, Tensor? bias, Tensor? addend, "
+    "str group, int scatter_dim, SymInt[]? shard_sizes, str? algorithm, Tensor(a!)[] out) -> ()",
     "all_reduce": "(Tensor x, str group, str op) -> Tensor",
     "all_reduce_rms_norm": "(Tensor x, Tensor residual, Tensor weight, float eps, str group) -> "
     "(Tensor, Tensor)",
@@ -77,6 +86,25 @@ def samples(name):
     )
 
 
+def written_samples(name):
+    """The same for those that write their arguments, which need no gradient."""
+
+    def f(*shape):
+        return t(*shape, grad=False)
+
+    yield "all_reduce_", (f(6, 4).t(), name, "sum")
+    yield "all_reduce_rms_norm_", (f(2, 4), f(2, 4), f(4), 1e-5, name)
+    yield (
+        "all_gather_matmul_out",
+        (f(2, 4), [f(5, 4), f(3, 4)], [f(3)], [1], name, 0, None, None, [f(4, 5), f(4, 3)]),
+    )
+    yield "matmul_all_reduce_out", (f(2, 4), f(5, 4), f(5), name, None, [f(5, 2).t()])
+    yield (
+        "matmul_reduce_scatter_out",
+        ([f(4, 3)], [f(5, 3)], None, None, name, 0, None, None, [f(2, 5)]),
+    )
+
+
 def opchecked(rank):
     from pyparallel import ops
 
@@ -84,7 +112,8 @@ def opchecked(rank):
     torch.set_num_threads(1)
     (group,) = make_groups(rank, ("pyparallel",)).values()
     seen = set()
-    for name, args in samples(ops.group_name(group)):
+    name_of_group = ops.group_name(group)
+    for name, args in (*samples(name_of_group), *written_samples(name_of_group)):
         op = getattr(torch.ops.pyparallel, name).default
         torch.library.opcheck(op, args)
         seen.add(name)
@@ -108,6 +137,11 @@ def compiled(rank):
         hidden = torch.nn.functional.silu(gate) * up
         y = ops.matmul_reduce_scatter(hidden, w_out, group)
         z = ops.matmul_all_reduce(hidden, w_out, group)
+        with torch.no_grad():
+            kept = torch.empty_like(z)
+            ops.matmul_all_reduce(hidden.detach(), w_out.detach(), group, out=kept)
+            ops.all_reduce_(kept, group, "max")
+        z = z + 0 * kept
         n, h = ops.matmul_all_reduce_rms_norm(hidden, w_out, whole, norm, 1e-5, group)
         m, _ = ops.all_reduce_rms_norm(z, h, norm, 1e-5, group)
         s = ops.split(ops.gather(ops.replicate(y, group), group), group)

@@ -1,0 +1,109 @@
+"""Results that go into tensors of the caller's: `out=`, and the ops that end in an underscore.
+
+torch.library wants to know what an op writes, and an op with a derivative may write nothing: so
+each op with `out=` has a twin NAME_out that gives nothing back. Neither has a derivative.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyparallel.comm.tensors import overlap
+from pyparallel.errors import InvalidArgument
+from pyparallel.ops.groups import seat_of
+from pyparallel.ops.library import define, is_direct, library_op
+
+__all__ = ["check_written", "define_out", "into_out"]
+
+
+def check_written(written: dict[str, Tensor], read: dict[str, Any]) -> None:
+    """What is written can be, is none of what is read, and needs no gradient."""
+    texts = []
+    grad = torch.is_grad_enabled()
+    inputs = {name: x for name, x in read.items() if isinstance(x, Tensor)}
+    for name, x in {**inputs, **written}.items():
+        if isinstance(x, Tensor) and grad and x.requires_grad:
+            texts.append(
+                f"{name} requires grad, and what is written in place has no derivative; call it "
+                "under torch.no_grad(), or the form that gives a new tensor"
+            )
+    for name, out in written.items():
+        if not isinstance(out, Tensor):
+            texts.append(f"{name} is a {type(out).__name__}; expected a torch.Tensor")
+            continue
+        if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
+            texts.append(f"{name} is expanded (strides {list(out.stride())}): it cannot be written")
+        for other, x in inputs.items():
+            if other != name and x.device == out.device and overlap(out, x):
+                texts.append(f"{name} shares memory with {other}; pass one of its own")
+    if texts:
+        raise InvalidArgument("; ".join(texts))
+
+
+def define_out(name: str, arguments: str, run: Callable[..., Any]) -> None:
+    """Defines NAME_out(arguments, Tensor(a!)[] out): as `run`, whose results go into `out`."""
+
+    def into(*args: Any) -> None:
+        *given, outs = args
+        results = run(*given)
+        for out, result in zip(outs, _listed(results), strict=True):
+            out.copy_(result)
+
+    define(f"{name}_out({arguments}, Tensor(a!)[] out) -> ()", into, lambda *args: None)
+
+
+def into_out(
+    name: str,
+    group: Any,
+    args: Sequence[Any],
+    run: Callable[[], Any],
+    read: dict[str, Any],
+    shapes: Callable[[], Sequence[Sequence[int]]],
+    out: Any,
+) -> Any:
+    """Runs the op into `out`, which is given back.
+
+    `args` are those of the schema, `run` runs it directly, `read` are its inputs by name, the first
+    of them x, and `shapes` tells the shapes of the results.
+    """
+    outs = _listed(out)
+    if not torch.compiler.is_compiling():
+        try:
+            names = ["out"] if isinstance(out, Tensor) else [f"out[{i}]" for i in range(len(outs))]
+            check_written(dict(zip(names, outs, strict=True)), read)
+            _check_like(dict(zip(names, outs, strict=True)), shapes, next(iter(read.values())))
+        except Exception as error:
+            raise seat_of(group).refused(name, error) from None
+    if is_direct(*read.values(), *outs):
+        for target, result in zip(outs, _listed(run()), strict=True):
+            target.copy_(result)
+    else:
+        library_op(f"{name}_out")(*args, outs)
+    return out
+
+
+def _check_like(
+    outs: dict[str, Tensor], shapes_of: Callable[[], Sequence[Sequence[int]]], x: Any
+) -> None:
+    texts = []
+    try:
+        shapes = shapes_of()
+    except (AttributeError, IndexError, TypeError):
+        return  # the op's own checks say what is wrong with its inputs
+    if len(outs) != len(shapes):
+        texts.append(f"out has {len(outs)} tensors for {len(shapes)} results")
+    for (name, out), shape in zip(outs.items(), shapes, strict=False):
+        if list(out.shape) != list(shape):
+            texts.append(f"{name} has shape {list(out.shape)}; expected {list(shape)}")
+        if isinstance(x, Tensor) and (out.dtype, out.device) != (x.dtype, x.device):
+            texts.append(
+                f"{name} is {out.dtype} on {out.device}; expected {x.dtype} on {x.device}, as x"
+            )
+    if texts:
+        raise InvalidArgument("; ".join(texts))
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

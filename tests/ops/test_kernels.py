@@ -1,0 +1,135 @@
+"""From an op to the fused kernel that it names, and back: dispatch, workspace, launch, result.
+
+Layers of proof: N processes in Triton's interpreter, the very code that CUDA tensors take, on CPU
+tensors; each result against float64 within the bound of reference.py, and the same bits on all
+ranks where they hold the same value. The kernels themselves are tested in tests/triton_kernels. No
+GPU has run this.
+"""
+
+import pytest
+import torch
+
+from tests.launch import run_ranks
+from tests.ops.reference import assert_within, draw, limit_of, sum_of
+
+# rows, columns, inner size, dtype: one group for all, so workspaces grow and are used again
+SHAPES = {
+    2: [(7, 40, 17, torch.float32), (5, 20, 16, torch.bfloat16), (0, 8, 8, torch.float32)],
+    3: [(9, 36, 24, torch.float16)],
+}
+
+
+def one_ulp(limit, ref, dtype):
+    """The interpreter rounds stores to 16 bits otherwise than torch: one ulp more."""
+    return limit if dtype is torch.float32 else limit + 2 * torch.finfo(dtype).eps * ref.abs()
+
+
+def check(rank, group, number, m, n, k, dtype):
+    from pyparallel import ops
+
+    world, me = rank.world_size, rank.rank
+    xs = draw(number, [(m, k)] * world, dtype)
+    ws = draw(number + 100, [(n, k)] * world, dtype)
+    bias, residual, norm = draw(number + 200, [(n,), (m, n), (n,)], dtype)
+    a, b = torch.cat(xs, 1), torch.cat(ws, 1)
+    ref = a.double() @ b.double().t() + bias.double()
+    stock = sum_of([x @ w.t() for x, w in zip(xs, ws, strict=True)]) + bias
+    limit = one_ulp(limit_of(stock, ref, a, b), ref, dtype)
+    sizes = [m - m // 3] + [0] * (world - 2) + [m // 3]
+    own = slice(sum(sizes[:me]), sum(sizes[: me + 1]))
+    found = []
+
+    for algorithm in ("one_shot", "two_shot", "multimem"):
+        y = ops.matmul_all_reduce(xs[me], ws[me], group, bias, algorithm=algorithm)
+        assert_within(y, ref, limit, algorithm)
+        normed, h = ops.matmul_all_reduce_rms_norm(
+            xs[me], ws[me], residual, norm, 1e-5, group, bias, algorithm=algorithm
+        )
+        h_ref = ref + residual.double()
+        h_stock = stock + residual
+        # Two shots round the sum before the residual is added: an error as large as that of y.
+        h_limit = one_ulp(limit_of(h_stock, h_ref, a, b), h_ref, dtype) + limit
+        assert_within(h, h_ref, h_limit, algorithm)
+        n_ref = torch.nn.functional.rms_norm(h_ref, (n,), norm.double(), 1e-5)
+        scale = 4 * torch.finfo(dtype).eps * (n_ref.abs() + norm.double().abs())
+        scale += 4 * h_limit.amax(-1, keepdim=True) * norm.double().abs() if m else 0
+        assert_within(normed, n_ref, scale, f"norm by {algorithm}")
+        found += [y, normed, h]
+
+    y = ops.matmul_reduce_scatter(xs[me], ws[me], group, 0, bias, sizes, algorithm="push")
+    assert_within(y, ref[own], limit[own], "push")
+
+    whole, w = xs[0], ws[me]
+    v = w[: n // 2]
+    for algorithm in ("pull", "copies"):
+        (y, z), gathered = ops.all_gather_matmul(
+            whole[own], [w, v], group, 0, [bias, None], sizes, True, algorithm=algorithm
+        )
+        assert torch.equal(gathered, whole), algorithm
+        for got, weight, extra in ((y, w, bias), (z, v, bias[: n // 2] * 0)):
+            y_ref = whole.double() @ weight.double().t() + extra.double()
+            y_stock = whole @ weight.t() + extra
+            y_limit = one_ulp(limit_of(y_stock, y_ref, whole, weight), y_ref, dtype)
+            assert_within(got, y_ref, y_limit, algorithm)
+        found.append(gathered)
+    return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in found]
+
+
+def interpreted(rank):
+    from pyparallel import ops
+    from tests.ops.seats import make_groups
+
+    torch.set_num_threads(1)
+    groups = make_groups(rank, ("communicator", "gloo"))
+    bits = []
+    for number, shape in enumerate(SHAPES[rank.world_size]):
+        bits.append(check(rank, groups["communicator"], number, *shape))
+    bits.append(check(rank, groups["gloo"], 9, 3, 8, 5, torch.float32))
+
+    # A derivative of a fused forward, and what no kernel takes.
+    group = groups["communicator"]
+    x, w = (t.requires_grad_() for t in draw(50 + rank.rank, [(4, 8), (6, 8)], torch.float32))
+    ops.matmul_all_reduce(x, w, group, algorithm="one_shot").sum().backward()
+    torch.testing.assert_close(x.grad, w.detach().sum(0).expand(4, 8))
+    for bad, pattern in (
+        (lambda: ops.matmul_all_reduce(x.double(), w.double(), group, algorithm="one_shot"),
+         r"algorithm is 'one_shot', which cannot run: no kernel takes torch.float64"),
+        (lambda: ops.matmul_reduce_scatter(x, w, group, 1, algorithm="push"),
+         r"which cannot run: scatter_dim is 1, not the first"),
+        (lambda: ops.matmul_all_reduce(x, w[:5], group, algorithm="multimem"),
+         r"algorithm is 'multimem', which cannot run: N is 5, no multiple of 4"),
+        (lambda: ops.matmul_all_reduce(x, w, group, algorithm="pull"),
+         r"algorithm is 'pull'; matmul_all_reduce on cpu has plain"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=pattern):
+            bad()
+    return bits
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ops_by_kernels(world):
+    bits = run_ranks(interpreted, world, env={"TRITON_INTERPRET": "1"})
+    assert all(of_rank == bits[0] for of_rank in bits[1:]), "ranks differ in some bit"
+
+
+def by_environment(rank):
+    from pyparallel import ops
+    from pyparallel.ops import groups
+    from tests.ops.seats import make_groups
+
+    (group,) = make_groups(rank, ("communicator",)).values()
+    x, w = draw(1, [(4, 8), (6, 8)], torch.float32)
+    if groups._INTERPRETED:
+        y = ops.matmul_all_reduce(x, w, group)
+        torch.testing.assert_close(y, rank.world_size * (x @ w.t()))
+        (key,) = groups.seat_of(group).device_path(x.device)._spaces
+        assert key[:2] == ("all_reduce", "two_shot")
+    else:
+        with pytest.raises(ValueError, match=r"PYPARALLEL_ALGORITHM is 'two_shot'; .* on cpu has"):
+            ops.matmul_all_reduce(x, w, group)
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_the_environment_names_a_kernel(interpret):
+    names = "matmul_all_reduce=two_shot"
+    run_ranks(by_environment, 2, env={"TRITON_INTERPRET": interpret, "PYPARALLEL_ALGORITHM": names})
