@@ -15,6 +15,8 @@ from pyparallel.layers.gradients import clip_gradient_norm_, gradient_norm
 from pyparallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pyparallel.layers.module import ShardedModule
 from pyparallel.layers.norm import LayerNorm, RMSNorm
+from pyparallel.layers.parallelize import parallelize
+from pyparallel.layers.parallelize_report import ParallelizeReport, ShardedEntry
 from pyparallel.layers.parameters import ParameterLayout
 from pyparallel.layers.partition import HeadSplit, Partition, split_heads
 from pyparallel.layers.sequence import SequenceSharding
@@ -27,6 +29,7 @@ __all__ = [
     "GatedMLP",
     "HeadSplit",
     "LayerNorm",
+    "ParallelizeReport",
     "ParameterLayout",
     "Partition",
     "QKVParallelLinear",
@@ -34,6 +37,7 @@ __all__ = [
     "RandomStreams",
     "RowParallelLinear",
     "SequenceSharding",
+    "ShardedEntry",
     "ShardedModule",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
@@ -42,6 +46,7 @@ __all__ = [
     "gradient_norm",
     "load_full_state_dict",
     "materialize",
+    "parallelize",
     "split_heads",
     "tie",
     "vocab_parallel_cross_entropy",

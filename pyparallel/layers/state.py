@@ -152,12 +152,22 @@ def load_full_state_dict(
     """Takes this rank's shards of a state dict of the unsharded model. Collective.
 
     state: alike on all ranks (a memory-mapped file, say): only what this rank keeps is copied.
-    Values are converted to the parameters' dtype. Parameters on meta are allocated, as shards, on
-    the device of the state's tensors. Nothing is changed when something does not fit.
+    Of tied parameters one name is enough. Values are converted to the parameters' dtype. Parameters
+    on meta are allocated, as shards, on the device of the state's tensors. Nothing is changed when
+    something does not fit.
     Gives (missing keys, unexpected keys), which are empty unless strict is False. Raises
     ValueError, on all ranks, for missing or unexpected keys, for shapes, and if ranks differ.
     """
     entries = list(_entries(model))
+    expected = {key for entry in entries for key in entry.keys}
+    # Checkpoints of tied parameters may have but one of their names.
+    there = {id(e.tensor): e.keys for e in entries if all(key in state for key in e.keys)}
+    entries = [
+        e
+        if any(key in state for key in e.keys)
+        else e._replace(keys=there.get(id(e.tensor), e.keys))
+        for e in entries
+    ]
     missing, misfits = [], []
     for entry in entries:
         for key, shape in zip(entry.keys, entry.shapes(), strict=True):
@@ -165,7 +175,6 @@ def load_full_state_dict(
                 missing.append(key)
             elif tuple(state[key].shape) != shape:
                 misfits.append(f"{key} has shape {list(state[key].shape)}; expected {list(shape)}")
-    expected = {key for entry in entries for key in entry.keys}
     unexpected = [key for key in state if key not in expected]
     for entry in entries:
         absent = [key for key in entry.keys if key in missing]

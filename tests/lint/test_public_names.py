@@ -18,10 +18,11 @@ PUBLIC = {
         NcclInvalidUsage NcclRemoteError NcclResultError NcclSystemError NcclTimeout
         NcclUnhandledCudaError""",
     "pyparallel.layers": """ColumnParallelLinear Dropout FusedColumnParallelLinear GatedMLP
-        HeadSplit LayerNorm ParameterLayout Partition QKVParallelLinear RMSNorm RandomStreams
-        RowParallelLinear SequenceSharding ShardedModule VocabParallelCrossEntropy
-        VocabParallelEmbedding clip_gradient_norm_ full_state_dict gradient_norm
-        load_full_state_dict materialize split_heads tie vocab_parallel_cross_entropy""",
+        HeadSplit LayerNorm ParallelizeReport ParameterLayout Partition QKVParallelLinear RMSNorm
+        RandomStreams RowParallelLinear SequenceSharding ShardedEntry ShardedModule
+        VocabParallelCrossEntropy VocabParallelEmbedding clip_gradient_norm_ full_state_dict
+        gradient_norm load_full_state_dict materialize parallelize split_heads tie
+        vocab_parallel_cross_entropy""",
     "pyparallel.environment": "VARIABLES Variable",
     "pyparallel.ops": """Explanation all_gather all_gather_matmul all_reduce all_reduce_
         all_reduce_rms_norm all_reduce_rms_norm_ explain gather
