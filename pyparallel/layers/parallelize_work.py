@@ -32,6 +32,7 @@ from pyparallel.layers.parallelize_mixins import (
     become,
 )
 from pyparallel.layers.parallelize_report import ShardedEntry
+from pyparallel.layers.parallelize_ties import plan_ties
 from pyparallel.layers.partition import Partition
 from pyparallel.layers.place import Place
 from pyparallel.layers.sequence import SequenceSharding
@@ -84,7 +85,7 @@ class Work:
         for name, style in self.styles.items():
             if name not in self.entries and style != "replicated":
                 self._plan_one(name, self.modules[name], style)
-        self._plan_ties()
+        plan_ties(self.model, self.entries, self.styles, self.misfits, self.changes)
 
     def _asked(self, parent: str, children: "tuple[str, ...]") -> bool:
         """Whether the plan shards one of these, or a fused projection, of a module."""
@@ -162,13 +163,18 @@ class Work:
         ops = ("all_gather", "reduce_scatter") if self.sequence else ("", "all_reduce")
         self.entries[name] = ShardedEntry(name, "block", (), (), *ops)
 
+    def _linear(self, name: str, style: str) -> "tuple[nn.Module, tuple[int, int] | None]":
+        """The linear layer of this name and its size; None, and a misfit, if it is none."""
+        size = linear_size(self.modules[name])
+        if size is None:
+            self._misfit(name, style, "a torch.nn.Linear or a Conv1D")
+        return self.modules[name], size
+
     def _column(
         self, name: str, style: str, partition: "Partition | None", *, of_block: bool
     ) -> None:
-        linear = self.modules[name]
-        size = linear_size(linear)
+        linear, size = self._linear(name, style)
         if size is None:
-            self._misfit(name, style, "a torch.nn.Linear or a Conv1D")
             return
         partition = partition or Partition.even(size[0], self.place.size)
         ops = ("", "matmul_all_reduce")
@@ -192,10 +198,8 @@ class Work:
         self._replace(name, lambda: kind.from_linear(_linear(linear), self.place.group, **options))
 
     def _row(self, name: str, style: str, partition: "Partition | None") -> None:
-        linear = self.modules[name]
-        size = linear_size(linear)
+        linear, size = self._linear(name, style)
         if size is None:
-            self._misfit(name, style, "a torch.nn.Linear or a Conv1D")
             return
         partition = partition or Partition.even(size[1], self.place.size)
         split_input = style == "rowwise_split_input"
@@ -281,22 +285,11 @@ class Work:
         shapes = [tuple(p.shape) for p in module.parameters(False)]
         self._entry(name, style, shapes[0], shapes[0], ("", "all_reduce"))
         own: Any = module
-        if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
-            if style == "sequence" and module.elementwise_affine:
-                self._replace(
-                    name,
-                    lambda: LayerNorm.from_norm(
-                        own, self.place.group, sequence_parallel=self.sequence or False
-                    ),
-                )
-                return
-        elif type(module) is nn.RMSNorm and style == "sequence" and len(own.normalized_shape) == 1:
-            self._replace(
-                name,
-                lambda: RMSNorm.from_norm(
-                    own, self.place.group, sequence_parallel=self.sequence or False
-                ),
-            )
+        norms: dict[type, Any] = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm}
+        ours = norms.get(type(module))
+        if ours is not None and style == "sequence" and len(own.normalized_shape) == 1:
+            options = {"sequence_parallel": self.sequence or False}
+            self._replace(name, lambda: ours.from_norm(own, self.place.group, **options))
             return
 
         def change() -> None:
@@ -339,42 +332,6 @@ class Work:
         if self.layers is None:
             return True
         return any(name.startswith(layer + ".") for layer in self.layers)
-
-    # --- ties
-
-    def _plan_ties(self) -> None:
-        """Parameters that are one in the whole model must be so in the sharded one."""
-        names: dict[int, list[tuple[str, str]]] = {}
-        for path, module in self.modules.items():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    names.setdefault(id(parameter), []).append((path, name))
-        for owners in names.values():
-            if len(owners) < 2:
-                continue
-            kinds = {self._kind_of_shard(path) for path, _ in owners}
-            tied = [_join(path, name) for path, name in owners]
-            if len(kinds) > 1:
-                styles = {path: self.styles.get(path, "none") for path, _ in owners}
-                self.misfits.append(
-                    f"{' and '.join(tied)} are tied, but the plan has {styles}; an embedding and a "
-                    "head stay tied as 'vocab' and 'colwise' or 'colwise_gather_output'"
-                )
-            elif kinds != {"whole"}:
-                self.changes.append(lambda owners=owners: self._tie(owners))  # type: ignore[misc]
-
-    def _kind_of_shard(self, path: str) -> str:
-        style = self.entries[path].style if path in self.entries else ""
-        if style in ("vocab", "colwise", "colwise_gather_output"):
-            rows = self.entries[path].local
-            return f"rows {rows}"
-        return style if style in ("rowwise", "rowwise_split_input", "experts") else "whole"
-
-    def _tie(self, owners: "list[tuple[str, str]]") -> None:
-        first, name = owners[0]
-        parameter = self.model.get_submodule(first)._parameters[name]
-        for path, name in owners[1:]:
-            self.model.get_submodule(path)._parameters[name] = parameter
 
     # --- making the changes
 
