@@ -6,6 +6,7 @@ the group goes on. What the constructors refuse needs no communication. Runs in 
 """
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -90,6 +91,30 @@ def test_a_mistake_of_one_rank_raises_on_all():
     for (name, wrong, says), text, told in zip(CALLS, mine, other, strict=True):
         assert re.search(says, text), (name, wrong, text)
         assert "rank 0" in told, (name, wrong, told)
+
+
+def alone(rank):
+    """A group of one rank: torch's own layer, without a word, and with the same checks."""
+    from pyparallel import layers
+    from pyparallel.comm import Communicator
+
+    with (
+        Communicator.from_file(rank.rendezvous, 0, 1) as group,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        whole, x = nn.Linear(K, N), torch.randn(4, K)
+        for cls in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+            for parallel in (False, True):
+                layer = cls.from_linear(whole, group, sequence_parallel=parallel)
+                torch.testing.assert_close(layer(x), whole(x))
+                with pytest.raises(ValueError, match=r"7"):
+                    layer(torch.randn(4, K + 1))
+    return True
+
+
+def test_a_group_of_one_is_silent_and_checks():
+    run_ranks(alone, 1)
 
 
 def sizes(rank):

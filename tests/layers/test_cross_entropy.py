@@ -34,6 +34,7 @@ CASES = [
     (53, BF16, 1, {"label_smoothing": 0.1, "z_loss": 1e-2}),
     (1000, BF16, 64, {"reduction": "none"}),
     (53, F16, 1, {}),
+    (50257, F32, 64, {}),
 ]
 
 

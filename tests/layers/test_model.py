@@ -9,6 +9,8 @@ logits, to fp32 arithmetic. Each layer by itself, element by element: the other 
 folder. All of it runs in CI.
 """
 
+from functools import lru_cache
+
 import pytest
 import torch
 
@@ -26,10 +28,19 @@ def run(model, batch, loss):
     return logits.detach(), value.detach()
 
 
-def whole_run(seed, dtype, batches, tied=False):
-    """Logits and losses of each batch, and the gradients of all, by name."""
-    model = whole_model(seed, dtype, tied)
-    results = [run(model, batch, loss_of) for batch in batches]
+def batches():
+    return [batch_of(1), batch_of(2, size=1, length=11)]
+
+
+@lru_cache
+def whole_run(dtype, tied, exact):
+    """Logits and losses of each batch, and the gradients of all, by name.
+
+    exact: in float64, of the values rounded to the dtype, which both models hold.
+    """
+    model = whole_model(0, dtype, tied)
+    model = model.double() if exact else model
+    results = [run(model, batch, loss_of) for batch in batches()]
     return results, {n: p.grad for n, p in model.named_parameters()}
 
 
@@ -72,11 +83,10 @@ def models(rank, cases):
     found = []
     with Communicator.from_file(rank.rendezvous, rank.rank, rank.world_size) as group:
         for dtype, parallel, multiple_of, tied in cases:
-            batches = [batch_of(1), batch_of(2, size=1, length=11)]
             model = Sharded(
                 whole_model(0, dtype, tied), group, parallel=parallel, multiple_of=multiple_of
             )
-            results = [run(model, batch, model.loss) for batch in batches]
+            results = [run(model, batch, model.loss) for batch in batches()]
             grads = gradients(model)
             norm = gradient_norm(model)
             for parameter in model.parameters():
@@ -98,15 +108,11 @@ CASES = [
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_model_equals_the_whole(world):
-    batches = [batch_of(1), batch_of(2, size=1, length=11)]
     ranks = run_ranks(models, world, CASES)
     for i, (dtype, parallel, multiple_of, tied) in enumerate(CASES):
         what = (dtype, parallel, multiple_of, tied)
-        stock, stock_grads = whole_run(0, dtype, batches, tied)
-        # References start from the values rounded to the dtype, which both models hold.
-        model = whole_model(0, dtype, tied).double()
-        ref = [run(model, batch, loss_of) for batch in batches]
-        ref_grads = {n: p.grad for n, p in model.named_parameters()}
+        stock, stock_grads = whole_run(dtype, tied, False)
+        ref, ref_grads = whole_run(dtype, tied, True)
         exact = dtype is torch.float64
 
         logits = torch.cat([own(found[i]) for found in ranks], -1)
@@ -129,7 +135,7 @@ def test_model_equals_the_whole(world):
             within_twice(ours, theirs, true, (*what, "gradients"))
             # lse and the picked logits are sums of numbers no larger than these, in fp32.
             size = logits.abs().max().double() + 10
-            error = losses[0] - loss_of(logits.double(), batches[0].target, SMOOTHING, Z)
+            error = losses[0] - loss_of(logits.double(), batches()[0].target, SMOOTHING, Z)
             assert abs(error) <= 8 * torch.finfo(torch.float32).eps * size
         unique = {names[name]: grad for name, grad in grads.items()}.values()
         whole_norm = torch.stack([grad.double().norm() for grad in unique]).norm()
