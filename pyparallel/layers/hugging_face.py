@@ -271,8 +271,9 @@ def _is_pointwise(module: nn.Module) -> bool:
 def fill_buffers(model: Any) -> list[str]:
     """Computes the buffers on meta that no state dict has (rotary frequencies, scales).
 
-    By the model's own `_init_weights`. Gives the names of those it did not fill.
+    By the model's own `_init_weights`, if it has one. Gives the names of those it did not fill.
     """
+    fill = getattr(model, "_init_weights", None)
     missing = []
     for path, module in model.named_modules():
         waiting = [
@@ -280,13 +281,16 @@ def fill_buffers(model: Any) -> list[str]:
             for name in module._non_persistent_buffers_set
             if module._buffers.get(name) is not None and module._buffers[name].is_meta
         ]
+        if fill is None:
+            missing += [f"{path}.{name}" for name in waiting]
+            continue
         for name in waiting:
             buffer = torch.empty_like(module._buffers[name], device="cpu")
             module._buffers[name] = (
                 buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
             )
-        if waiting and hasattr(model, "_init_weights"):
-            model._init_weights(module)
+        if waiting:
+            fill(module)
         for name in waiting:
             buffer = module._buffers[name]
             if not buffer.is_floating_point() or bool(buffer.isnan().any()):

@@ -23,6 +23,7 @@ from pyparallel.layers.parallelize_report import ParallelizeReport
 from pyparallel.layers.parallelize_work import Work
 from pyparallel.layers.place import Place
 from pyparallel.layers.sequence import SequenceSharding, sharding_of
+from pyparallel.ops.engines import Native, Torch
 from pyparallel.ops.groups import seat_of
 
 __all__ = ["parallelize"]
@@ -62,11 +63,10 @@ def parallelize(
     except (TypeError, ValueError) as error:
         raise place.refused("parallelize", error) from None
     seed = _agree(work, place)
-    if hugging_face.stack_of(model) is not None:
-        report.notes += [
-            f"{name} is on meta, and in no state dict: fill it before a forward"
-            for name in hugging_face.fill_buffers(model)
-        ]
+    report.notes += [
+        f"{name} is on meta, and in no state dict: fill it before a forward"
+        for name in hugging_face.fill_buffers(model)
+    ]
     work.apply()
     _replace_dropouts(work, place, seed, report)
     _describe(work, report)
@@ -161,6 +161,8 @@ def _gathered(numbers: "list[int]", place: Place) -> "list[list[int]]":
     if place.size == 1:
         return [numbers]
     engine = seat_of(place.name).engine
+    if isinstance(engine, Torch):  # its collectives may be those of a device
+        engine = Native(engine.agreement)
     table: Tensor = engine.all_gather(mine, 0, [1] * place.size)
     return [[int(value) for value in row] for row in table.tolist()]
 
@@ -190,6 +192,16 @@ def _samples(model: nn.Module) -> "list[tuple[str, list[float]]]":
 
 def _replace_dropouts(work: Work, place: Place, seed: int, report: ParallelizeReport) -> None:
     """Dropouts draw from streams: alike where activations are alike, apart where they are parts."""
+    kernels = [
+        name
+        for name, module in work.modules.items()
+        if name in work.entries and (getattr(module, "attention_dropout", None) or 0.0) > 0.0
+    ]
+    if kernels:
+        report.notes.append(
+            f"{kernels[0]} and {len(kernels) - 1} more drop attention by torch's generator: seed "
+            "it differently on the ranks for masks that are apart"
+        )
     dropouts = {
         name: module
         for name, module in work.model.named_modules()

@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 from collections import Counter
 from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 import torch
@@ -285,6 +286,34 @@ def reports(rank):
             assert any("no tensor-parallel plan" in note for note in by_structure.notes)
             summed = {n: s for n, s in by_plan.styles.items() if s == "summed"}
             assert by_plan.styles == by_structure.styles | summed, name
+        model = causal.built("gpt2", attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1)
+        for parallel in (False, True):
+            copy = deepcopy(model)
+            notes = parallelize(copy, group, sequence_parallel=parallel).notes
+            streams = {note.split()[0]: note.split()[4] for note in notes if "stream" in note}
+            block = "own" if parallel else "shared"
+            expected = {"transformer.drop": "shared"}
+            for i in (0, 1):
+                layer = f"transformer.h.{i}"
+                expected[f"{layer}.attn.attn_dropout"] = "own"
+                expected |= {f"{layer}.attn.resid_dropout": block, f"{layer}.mlp.dropout": block}
+            assert streams == expected, streams
+            close64(copy.eval()(ids).logits, model.eval()(ids).logits, "dropouts in eval")
+        model = causal.built("llama", attention_dropout=0.1)
+        plan = {  # a plan for a part of it: the rest stays whole, on the whole sequence
+            "model.layers.0.self_attn.[qkv]_proj": "colwise",
+            "model.layers.0.self_attn.o_proj": "rowwise",
+            "model.layers.1.mlp.gate_proj": "colwise",
+            "model.layers.1.mlp.up_proj": "colwise",
+            "model.layers.1.mlp.down_proj": "rowwise",
+        }
+        report = parallelize(model, group, plan, sequence_parallel=True)
+        assert [e.name for e in report.sharded if e.style == "whole sequence"] == [
+            "model.layers.0.mlp",
+            "model.layers.1.self_attn",
+        ]
+        assert any("drop attention by torch's generator" in note for note in report.notes)
+        close64(model.eval()(ids).logits, causal.built("llama")(ids).logits, "a part of it")
         unknown = causal.built("llama")
         block = unknown.model.layers[1].mlp
         block.extra = torch.nn.Linear(24, 24).double()
