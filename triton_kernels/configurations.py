@@ -30,6 +30,7 @@ __all__ = [
     "key_of",
     "predict",
     "shared_bytes",
+    "with_programs",
 ]
 
 ONE_SHOT = "gemm_all_reduce one shot"  # Problem.op of the kernel that sends tiles to every rank
@@ -212,11 +213,11 @@ def choose(
     found = (measured or {}).get(key_of(problem, chip))
     if found is not None:
         if found in [candidate.config for candidate in fit]:
-            return Choice(_launched(found, problem, chip), f"{note}measured on {chip.name}")
+            return Choice(with_programs(found, problem, chip), f"{note}measured on {chip.name}")
         note += f"the measured {found} is no candidate any more; "
     best = min(fit, key=lambda candidate: candidate.cycles)
     reason = f"{note}least of {len(fit)} predictions, {best.cycles:.0f} cycles"
-    return Choice(_launched(best.config, problem, chip), reason)
+    return Choice(with_programs(best.config, problem, chip), reason)
 
 
 def key_of(problem: Problem, chip: Chip) -> str:
@@ -265,6 +266,12 @@ def shared_bytes(config: TileConfig, problem: Problem, chip: Chip) -> int:
     operands = (config.block_m + config.block_n) * config.block_k * ITEM_BYTES[problem.dtype]
     output = config.block_m * config.block_n * 4  # changes hands between threads, in fp32 at most
     return max(stages * operands, output) + RESERVED_SHARED
+
+
+def with_programs(config: TileConfig, problem: Problem, chip: Chip) -> TileConfig:
+    """With as many programs as run at once, and none without a tile; at least one, for signals."""
+    at_once = chip.multiprocessors * _resident(config, problem, chip)
+    return replace(config, programs=max(1, min(_tiles(config, problem), at_once)))
 
 
 # --- inside
@@ -334,12 +341,6 @@ def _resident(config: TileConfig, problem: Problem, chip: Chip) -> int:
     threads = config.num_warps * WARP
     registers = threads * (config.block_m * config.block_n // threads + 64)
     return max(1, min(by_shared, REGISTERS // registers, 4))
-
-
-def _launched(config: TileConfig, problem: Problem, chip: Chip) -> TileConfig:
-    """With as many programs as run at once, and none without a tile; at least one, for signals."""
-    at_once = chip.multiprocessors * _resident(config, problem, chip)
-    return replace(config, programs=max(1, min(_tiles(config, problem), at_once)))
 
 
 def _power_of_two(number: int) -> int:
