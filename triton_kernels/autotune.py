@@ -3,8 +3,8 @@
     python -m pyparallel.triton_kernels.autotune --m 16 4096 --n 4096 --k 14336 [--dtype bfloat16]
 
 Every candidate of configurations.py is checked against torch and timed as the plain GEMM, whose
-tiles the other kernels use; the fastest goes into a file. `choose()` takes what `load()` gives: where
-ranks choose, rank 0's table is given to all, since two ranks must never cut differently.
+tiles the other kernels use; the fastest goes into a file. `choose()` takes what `load()` gives:
+where ranks choose, rank 0's table is given to all, since two ranks must never cut differently.
 """
 
 import argparse

@@ -14,8 +14,8 @@ collective, NCCL's for instance, on a stream of its own.
 # often the group was used
 #   writer    each program takes a ticket of the group after it has stored a tile; whoever takes
 #             the last of the call sets the group's flag to p: release
-#   reader    one program on the collective's stream waits until the flag is p, acquire; what follows
-#             it on that stream sees the whole group
+#   reader    one program on the collective's stream waits until the flag is p, acquire; what
+#             follows it on that stream sees the whole group
 #   reuse     the next call multiplies into the same buffer: its stream must wait for the end of the
 #             collectives, as whoever reads their result does anyway
 #   progress  the waiting program holds one multiprocessor and waits for the launch before it; the
