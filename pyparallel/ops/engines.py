@@ -89,7 +89,7 @@ class Native:
         self.communicator = communicator
         self.rank = communicator.rank
         self.world_size = communicator.world_size
-        self.note = communicator.note
+        self.note = communicator._core.note  # a method of the communicator would keep it alive
         self.meeting: Communicator | None = communicator
         self.host_path: HostPath | None = HostPath(communicator)
 
@@ -131,7 +131,7 @@ class Unserved:
         self.meeting: Communicator | None = communicator
         self.rank = communicator.rank
         self.world_size = communicator.world_size
-        self.note = communicator.note
+        self.note = communicator._core.note
         self._name = communicator.name
 
     def barred(self) -> Mapping[str, str]:

@@ -25,7 +25,7 @@ from pyparallel.ops.choosing import Chooser, algorithms
 from pyparallel.ops.device_path import DTYPES, KERNELS, DevicePath
 from pyparallel.ops.engines import SYMMETRIC, Alone, Engine, Native, Torch, Unserved
 
-__all__ = ["Group", "Seat", "group_name", "place_of", "seat_of"]
+__all__ = ["Group", "Seat", "group_name", "key_of", "place_of", "seat_of"]
 
 Group = "dist.ProcessGroup | DeviceMesh | Communicator | str"
 
@@ -45,6 +45,8 @@ class Seat:
         self.rank = engine.rank
         self.world_size = engine.world_size
         self.chooser = Chooser(engine.meeting)
+        # Algorithm and note of calls that have been checked, by what they depend on (`key_of`).
+        self.plans: dict[tuple[Any, ...], tuple[str, str]] = {}
         self._barred: Mapping[str, str] | None = None  # not asked yet: that is collective
 
     def engine_of(self, x: torch.Tensor) -> Engine:
@@ -108,6 +110,23 @@ class Seat:
         """Tells the other ranks, so that they raise and do not wait; gives what to raise here."""
         return self.engine.refused(op, error)
 
+    def plan(
+        self,
+        key: tuple[Any, ...],
+        op: str,
+        m: int,
+        shared: int,
+        x: torch.Tensor,
+        algorithm: str | None,
+        note: str,
+    ) -> tuple[str, str]:
+        """`choose`, and the note, kept for the next call of this key."""
+        plan = self.choose(op, m, shared, x, algorithm, note), note
+        if len(self.plans) >= _MOST_PLANS:  # of shapes that may never come back
+            self.plans.clear()
+        self.plans[key] = plan
+        return plan
+
     def _is_interpreted(self, op: str, algorithm: str | None) -> bool:
         """Whether a CPU call names a kernel, and Triton's interpreter can run it."""
         if not _INTERPRETED:
@@ -134,6 +153,15 @@ class Seat:
         return bars
 
 
+def key_of(*facts: Any) -> tuple[Any, ...]:
+    """What the plan of a call depends on: of tensors all but values, strides and gradients."""
+    return tuple(
+        (type(x), x.shape, x.dtype, x.device, x.layout) if isinstance(x, torch.Tensor) else x
+        for x in facts
+    )
+
+
+_MOST_PLANS = 1024
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _seats: "weakref.WeakKeyDictionary[Any, Seat]" = weakref.WeakKeyDictionary()
 _by_name: "weakref.WeakValueDictionary[str, Seat]" = weakref.WeakValueDictionary()

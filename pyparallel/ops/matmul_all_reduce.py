@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from pyparallel.ops.all_reduce_rms_norm import rms_norm
 from pyparallel.ops.checks import Misfits, by, check_floats, check_linear
 from pyparallel.ops.device_path import KERNELS, NormOf
-from pyparallel.ops.groups import Seat, group_name, seat_of
+from pyparallel.ops.groups import Seat, group_name, key_of, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
@@ -45,36 +45,50 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     misfits.raise_any()
 
 
+def known_plan(seat: Seat, key: tuple[Any, ...]) -> tuple[str, str] | None:
+    """The plan of an earlier call like this one, which has been checked."""
+    try:
+        return seat.plans.get(key)
+    except TypeError:  # something that is no tensor, and no key: the checks say what
+        return None
+
+
+def planned(
+    seat: Seat, key: tuple[Any, ...], x: Tensor, weight: Tensor, algorithm: str | None, text: str
+) -> tuple[str, str]:
+    """The algorithm of a checked call, and its note, in which `text` says whose call it is."""
+    n = weight.shape[0]
+    note = f"{text}, result {[*x.shape[:-1], n]} {x.dtype}{by(algorithm)}"
+    return seat.plan(key, _NAME, prod(x.shape[:-1]), n, x, algorithm, note)
+
+
 def summed_product(
     seat: Seat,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     norm: NormOf | None,
-    algorithm: str | None,
-    text: str,
+    plan: tuple[str, str],
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum over ranks of x @ weight^T, plus bias, and None.
+    """The sum over ranks of x @ weight^T, plus bias, and None; `plan` is that of `planned`.
 
-    With `norm`: the norm of the sum with bias and residual, and that sum. `text` says whose call
-    it is.
+    With `norm`: the norm of the sum with bias and residual, and that sum.
     """
+    chosen, note = plan
     n = weight.shape[0]
-    rows = prod(x.shape[:-1])
-    note = f"{text}, result {[*x.shape[:-1], n]} {x.dtype}{by(algorithm)}"
-    chosen = seat.choose(_NAME, rows, n, x, algorithm, note)
     shape = (*x.shape[:-1], n)
-    if chosen in KERNELS[_NAME]:
-        kernels = seat.device_path(x.device)
-        y, h = kernels.matmul_all_reduce(
-            x.reshape(rows, x.shape[-1]), weight, bias, norm, note, chosen
-        )
-        return y.view(shape), h if h is None else h.view(shape)
+    rows = prod(shape[:-1])
     if chosen == "plain":
         engine = seat.engine_of(x)
         y = linear(x, weight)
         engine.note(note)
         y = engine.all_reduce(y, "sum")
+    elif chosen in KERNELS[_NAME]:
+        kernels = seat.device_path(x.device)
+        y, h = kernels.matmul_all_reduce(
+            x.reshape(rows, x.shape[-1]), weight, bias, norm, note, chosen
+        )
+        return y.view(shape), h if h is None else h.view(shape)
     else:
         path = seat.engine.host_path
         assert path is not None, chosen
@@ -92,12 +106,16 @@ def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, algorithm: str | None
 ) -> Tensor:
     seat = seat_of(group)
-    try:
-        _check(x, weight, bias)
-    except Exception as error:
-        raise seat.refused(_NAME, error) from None
-    text = f"{_NAME} with {'no ' if bias is None else ''}bias"
-    return summed_product(seat, x, weight, bias, None, algorithm, text)[0]
+    key = key_of(_NAME, x, weight, bias, algorithm)
+    plan = known_plan(seat, key)
+    if plan is None:
+        try:
+            _check(x, weight, bias)
+        except Exception as error:
+            raise seat.refused(_NAME, error) from None
+        text = f"{_NAME} with {'no ' if bias is None else ''}bias"
+        plan = planned(seat, key, x, weight, algorithm, text)
+    return summed_product(seat, x, weight, bias, None, plan)[0]
 
 
 def _fake(

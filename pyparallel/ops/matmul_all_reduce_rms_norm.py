@@ -15,10 +15,10 @@ from torch import Tensor
 from pyparallel.ops.all_reduce_rms_norm import check_norm, rms_norm_backward
 from pyparallel.ops.checks import Misfits, check_floats, check_linear
 from pyparallel.ops.device_path import NormOf
-from pyparallel.ops.groups import group_name, seat_of
+from pyparallel.ops.groups import group_name, key_of, seat_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
-from pyparallel.ops.matmul_all_reduce import summed_product
+from pyparallel.ops.matmul_all_reduce import known_plan, planned, summed_product
 
 __all__ = ["matmul_all_reduce_rms_norm"]
 
@@ -59,13 +59,17 @@ def _run(
     algorithm: str | None,
 ) -> tuple[Tensor, Tensor]:
     seat = seat_of(group)
-    try:
-        _check(x, weight, bias, residual, norm_weight, eps)
-    except Exception as error:
-        raise seat.refused(_NAME, error) from None
-    text = f"{_NAME} with {'no ' if bias is None else ''}bias, eps {eps}"
+    key = key_of(_NAME, x, weight, bias, residual, norm_weight, eps, algorithm)
+    plan = known_plan(seat, key)
+    if plan is None:
+        try:
+            _check(x, weight, bias, residual, norm_weight, eps)
+        except Exception as error:
+            raise seat.refused(_NAME, error) from None
+        text = f"{_NAME} with {'no ' if bias is None else ''}bias, eps {eps}"
+        plan = planned(seat, key, x, weight, algorithm, text)
     norm = NormOf(residual.reshape(-1, weight.shape[0]), norm_weight, eps)
-    y, h = summed_product(seat, x, weight, bias, norm, algorithm, text)
+    y, h = summed_product(seat, x, weight, bias, norm, plan)
     assert h is not None
     return y, h
 
