@@ -176,11 +176,11 @@ def consume(flag, word, failed, status, step, peer, timeout_us):
     scalar atomics are alike in all threads (one thread does them and hands the result round), so
     what a thread finds goes into an atomic's operand, and only what atomics return decides.
     """
-    me = tl.program_id(0).to(tl.int64) + 1
+    me = tl.program_id(0) + 1
     started = clock_ns()
     limit_ns = tl.cast(timeout_us, tl.int64) * 1000
     seen = load_acquire(flag)
-    stopped = seen * 0
+    stopped = (seen * 0).to(tl.int32)
     polls = 0
     while (calls_ahead(seen, word) < 0) & (stopped == 0):
         polls += 1
@@ -188,11 +188,10 @@ def consume(flag, word, failed, status, step, peer, timeout_us):
         if polls % POLLS_PER_LOOK == 0:
             late = clock_ns() - started > limit_ns
             late = late | (tl.load(status + ABORT, volatile=True) != 0)
-            claim = tl.where(late, me, 0)
-            stopped = tl.atomic_cas(failed, stopped, claim, sem="relaxed", scope="gpu")
+            stopped = _claim(failed, tl.where(late, me, 0))
         seen = load_acquire(flag)
     if polls >= POLLS_PER_LOOK:  # what the last look put in may not have been handed round yet
-        stopped = tl.atomic_add(failed, 0, sem="relaxed", scope="gpu")
+        stopped = _claim(failed, me * 0)
     if stopped == me:
         aborted = tl.load(status + ABORT, volatile=True) != 0
         state = tl.where(aborted, ABORTED, TIMED_OUT)
@@ -200,8 +199,7 @@ def consume(flag, word, failed, status, step, peer, timeout_us):
     ahead = calls_ahead(seen, word)
     differs = (ahead == 0) & (seen != word)
     if differs & (stopped == 0):
-        before = tl.atomic_cas(failed, stopped, me, sem="relaxed", scope="gpu")
-        if before == 0:
+        if _claim(failed, me) == 0:
             _record(status, MISMATCHED, step, peer, word, seen, clock_ns() - started)
     return (ahead >= 0) & (stopped == 0) & (differs == 0)
 
@@ -226,7 +224,7 @@ def consume_all(
     threads of the program, so that each polls a flag of its own. Only minima over all lanes decide,
     and those are alike in all threads (the trap of `consume`).
     """
-    me = tl.program_id(0).to(tl.int64) + 1
+    me = tl.program_id(0) + 1
     count = tl.to_tensor(peers * each).to(tl.int32)
     started = clock_ns()
     limit_ns = tl.cast(timeout_us, tl.int64) * 1000
@@ -240,39 +238,48 @@ def consume_all(
             seen = tl.atomic_add(pointers, nothing, mask=mine, sem="acquire", scope="sys")
             ahead = tl.where(mine, calls_ahead(seen, word), 0)
             least = tl.min(ahead, axis=0)
-            stopped = least * 0
+            stopped = (least * 0).to(tl.int32)
             polls = 0
             while (least < 0) & (stopped == 0):
                 polls += 1
-                _pause(tl.to_tensor(polls))
+                _pause(polls)
                 if polls % POLLS_PER_LOOK == 0:
                     late = clock_ns() - started > limit_ns
                     late = late | (tl.load(status + ABORT, volatile=True) != 0)
-                    claim = tl.where(late, me, 0)
-                    stopped = tl.atomic_cas(failed, stopped, claim, sem="relaxed", scope="gpu")
+                    stopped = _claim(failed, tl.where(late, me, 0))
                 seen = tl.atomic_add(pointers, nothing, mask=mine, sem="acquire", scope="sys")
                 ahead = tl.where(mine, calls_ahead(seen, word), 0)
                 least = tl.min(ahead, axis=0)
+            if polls >= POLLS_PER_LOOK:  # as in `consume`
+                stopped = _claim(failed, me * 0)
             differs = mine & (ahead == 0) & (seen != word)
             differ = tl.max(differs.to(tl.int32), axis=0)
-            go_on = (least >= 0) & (differ == 0)
-            if least < 0:
-                if stopped == me:
-                    at = tl.argmin(ahead, axis=0)
-                    told = tl.sum(tl.where(lane == first + at, seen, 0), axis=0)
-                    aborted = tl.load(status + ABORT, volatile=True) != 0
-                    state = tl.where(aborted, ABORTED, TIMED_OUT)
-                    peer = first_peer + (first + at) // each
-                    _record(status, state, step, peer, word, told, clock_ns() - started)
-            elif differ != 0:
-                before = tl.atomic_cas(failed, stopped * 0, me, sem="relaxed", scope="gpu")
-                if before == 0:
+            go_on = (least >= 0) & (differ == 0) & (stopped == 0)
+            if stopped == me:
+                at = tl.argmin(ahead, axis=0)
+                told = tl.sum(tl.where(lane == first + at, seen, 0), axis=0)
+                aborted = tl.load(status + ABORT, volatile=True) != 0
+                state = tl.where(aborted, ABORTED, TIMED_OUT)
+                peer = first_peer + (first + at) // each
+                _record(status, state, step, peer, word, told, clock_ns() - started)
+            elif (differ != 0) & (stopped == 0):
+                if _claim(failed, me) == 0:
                     at = tl.argmax(differs.to(tl.int32), axis=0)
                     told = tl.sum(tl.where(lane == first + at, seen, 0), axis=0)
                     peer = first_peer + (first + at) // each
                     _record(status, MISMATCHED, step, peer, word, told, clock_ns() - started)
     tl.debug_barrier()  # every thread's acquire comes before any thread's loads
     return go_on
+
+
+@triton.jit
+def _claim(failed, claim):
+    """What `failed` was, alike in all threads; it becomes the first claim that is not 0.
+
+    In 32 bits: of a scalar 64-bit compare-and-swap triton 3.4 hands half of the result round.
+    """
+    word = failed.to(tl.pointer_type(tl.int32))
+    return tl.atomic_cas(word, tl.full((), 0, tl.int32), claim, sem="relaxed", scope="gpu")
 
 
 @triton.jit
