@@ -47,7 +47,10 @@ CALLS = [
     ((50, 33, 17, 49), (9,), 33, torch.bfloat16, TILES, 24, 2),
     ((20, 20, 20, 20), (24,), 0, torch.float32, TILES, 32, 0),
 ]
-ROUNDS = 2
+ROUNDS = {1: 1, 2: 2, 3: 1, 4: 2}  # by world size: of a round 13 or 14 calls communicate
+TIMEOUT = 200.0  # interpreted ranks share the machine's cores
+
+pytestmark = pytest.mark.timeout(300)
 
 
 class _Run:
@@ -62,7 +65,7 @@ class _Run:
         generator = torch.Generator().manual_seed(seed)
         return [torch.randn(m, depth, generator=generator).to(dtype) for m in sizes]
 
-    def call(self, sizes, columns, depth, dtype, tiles, chunk_rows, pullers, seed, timeout_s=60.0):
+    def call(self, sizes, columns, depth, dtype, tiles, chunk_rows, pullers, seed, timeout_s=120.0):
         """Gathers and multiplies; gives the outs, checked against float64."""
         sizes = sizes[: self.world]
         shards = Shards(sizes, "cpu")
@@ -115,7 +118,8 @@ def _many_calls(rank):
     with Communicator.from_file(rank.rendezvous, rank.rank, rank.world_size) as group:
         run = _Run(group, AllGatherLayout(group.world_size, row_bytes=1 << 16, max_rows=512))
         digests = []
-        for number, (*sizes, tiles, chunk_rows, pullers) in enumerate(CALLS * ROUNDS):
+        calls = CALLS * ROUNDS[group.world_size]
+        for number, (*sizes, tiles, chunk_rows, pullers) in enumerate(calls):
             if random.Random(number).randrange(group.world_size) == group.rank:
                 time.sleep(0.03)
             if _has_other_tiles(number, group.rank):
@@ -123,7 +127,7 @@ def _many_calls(rank):
             outs = run.call(*sizes, tiles, chunk_rows, pullers, seed=number)
             digests.append([out.float().numpy().tobytes() for out in outs])
         empty = sum(sum(call[0][: group.world_size]) == 0 for call in CALLS)
-        assert run.workspace.turn == (len(CALLS) - empty) * ROUNDS
+        assert run.workspace.turn == (len(CALLS) - empty) * ROUNDS[group.world_size]
         return digests
 
 
@@ -163,8 +167,8 @@ def _disagreements(rank):
                     arguments[position] = value
                 started = time.monotonic()
                 with pytest.raises(DeviceWaitError) as caught:
-                    run.call(*arguments, seed=2, timeout_s=2.0)
-                assert time.monotonic() - started < 20
+                    run.call(*arguments, seed=2, timeout_s=30.0)
+                assert time.monotonic() - started < 25  # found, not waited for
                 texts.append((caught.value.failure.state, str(caught.value)))
         return texts
 
@@ -189,8 +193,8 @@ def _absent(rank):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_many_calls_on_one_workspace(world):
-    results = run_ranks(_many_calls, world, env=INTERPRETED)
-    for number, call in enumerate(CALLS * ROUNDS):  # the interpreter adds by tiles
+    results = run_ranks(_many_calls, world, env=INTERPRETED, timeout=TIMEOUT)
+    for number, call in enumerate(CALLS * ROUNDS[world]):  # the interpreter adds by tiles
         same = [rank for rank in range(world) if not _has_other_tiles(number, rank)]
         assert len({tuple(results[rank][number]) for rank in same}) <= 1, call
 
@@ -201,7 +205,7 @@ def test_a_slow_reader_is_waited_for(pullers):
 
 
 def test_eight_ranks():
-    run_ranks(_eight, 8, env=INTERPRETED)
+    run_ranks(_eight, 8, env=INTERPRETED, timeout=TIMEOUT)
 
 
 def test_ranks_that_disagree_are_told():
