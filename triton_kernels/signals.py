@@ -198,7 +198,7 @@ def consume(flag, word, failed, status, step, peer, timeout_us):
         _record(status, state, step, peer, word, seen, clock_ns() - started)
     ahead = calls_ahead(seen, word)
     differs = (ahead == 0) & (seen != word)
-    if differs & (stopped == 0):
+    if differs & (stopped == 0):  # noqa: SIM102  (`and` of tensors takes no short cut)
         if _claim(failed, me) == 0:
             _record(status, MISMATCHED, step, peer, word, seen, clock_ns() - started)
     return (ahead >= 0) & (stopped == 0) & (differs == 0)
@@ -262,7 +262,7 @@ def consume_all(
                 state = tl.where(aborted, ABORTED, TIMED_OUT)
                 peer = first_peer + (first + at) // each
                 _record(status, state, step, peer, word, told, clock_ns() - started)
-            elif (differ != 0) & (stopped == 0):
+            elif (differ != 0) & (stopped == 0):  # noqa: SIM102
                 if _claim(failed, me) == 0:
                     at = tl.argmax(differs.to(tl.int32), axis=0)
                     told = tl.sum(tl.where(lane == first + at, seen, 0), axis=0)
