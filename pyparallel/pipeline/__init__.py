@@ -1,0 +1,21 @@
+"""Pipeline parallelism for torch modules: a model is cut into stages.
+
+Schedules, as data without torch, are in `pyparallel.schedule`.
+"""
+
+from pyparallel.pipeline.balance import balance
+from pyparallel.pipeline.meta import materialise, parameters_on_meta
+from pyparallel.pipeline.partition import Partition, TiedParameter, partition_model
+from pyparallel.pipeline.parts import Part
+from pyparallel.pipeline.tied import sum_tied_gradients
+
+__all__ = [
+    "Part",
+    "Partition",
+    "TiedParameter",
+    "balance",
+    "materialise",
+    "parameters_on_meta",
+    "partition_model",
+    "sum_tied_gradients",
+]
