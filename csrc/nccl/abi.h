@@ -56,9 +56,29 @@ constexpr unsigned config_magic = 0xcafebeefU;
 constexpr int split_no_color = -1;
 constexpr int shrink_default = 0;
 constexpr int shrink_abort = 1;
+constexpr int revoke_default = 0;
+constexpr int suspend_memory = 1;
 constexpr int window_default = 0;
 constexpr int window_symmetric = 1;
 constexpr std::size_t window_alignment = 4096;
+
+enum class MemoryStat : int { suspendable = 0, suspended = 1, persistent = 2, total = 3 };
+
+struct WaitSignalRecord {
+  int count;  // signals
+  int peer;
+  int signal;
+  int context;
+};
+
+// As it was in 2.22.3; `version` names that, as with ConfigRecord.
+struct SimulationRecord {
+  std::size_t size = sizeof(SimulationRecord);
+  unsigned magic = 0x74685283U;
+  unsigned version = 22203;
+  float estimated_time = -1.0F;
+};
+static_assert(sizeof(SimulationRecord) == 24 && sizeof(WaitSignalRecord) == 16);
 
 // The configuration record as it was in 2.30.5. Releases only append, and a library reads no more
 // than `size` bytes, of which `version` tells it the fields that have a meaning. So the record is

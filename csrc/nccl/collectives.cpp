@@ -22,14 +22,14 @@ const std::byte* at(const void* base, std::size_t bytes) {
 }
 std::byte* at(void* base, std::size_t bytes) { return static_cast<std::byte*>(base) + bytes; }
 
+}  // namespace
+
 std::size_t bytes_of(std::size_t count, const Element& element) {
   const std::size_t each = element.units * info_of(element.type).bytes;
   PYPARALLEL_REQUIRE(count <= std::size_t(PTRDIFF_MAX) / each, count, " elements of ", element.name,
                      " are more than memory can hold");
   return count * each;
 }
-
-}  // namespace
 
 // --- checks
 
@@ -107,6 +107,16 @@ void Communicator::reduce(const void* in, void* out, std::size_t count, Element 
          [=, &l = library(), keep = reduction.premul_sum](RawComm comm) {
            return l->Reduce(in, out, count, e.type, op, root, comm, stream);
          });
+}
+
+void Communicator::bcast(void* data, std::size_t count, Element e, int root, Stream stream) {
+  PYPARALLEL_NCCL_NEED(library(), Bcast);
+  check_rank(root, "root", "bcast");
+  e = movable(e);
+  check_call(data, data, bytes_of(count, e), bytes_of(count, e), 0, "bcast");
+  submit(stream, operands("ncclBcast", count, e, "root", root), [=, &l = library()](RawComm comm) {
+    return l->Bcast(data, count * e.units, e.type, root, comm, stream);
+  });
 }
 
 void Communicator::broadcast(const void* in, void* out, std::size_t count, Element e, int root,

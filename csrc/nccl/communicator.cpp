@@ -39,6 +39,11 @@ bool Communicator::closed() const {
   return closed_;
 }
 
+bool Communicator::revoked() const {
+  const std::lock_guard<std::mutex> lock(state_);
+  return pause_ == Pause::revoked;
+}
+
 std::string Communicator::failure() const {
   const std::lock_guard<std::mutex> lock(state_);
   return failure_;
@@ -201,7 +206,8 @@ void Communicator::close(Deadline deadline) {
     fault = "another thread's call has not returned";
   } else if (const RawComm handle = closed() ? nullptr : this->handle(); handle != nullptr) {
     release_all(handle);
-    if (library()->CommFinalize != nullptr) {
+    // What was revoked must not be finalized.
+    if (library()->CommFinalize != nullptr && !revoked()) {
       try {
         const auto finalized = std::make_shared<Result>(Result::success);
         const auto finalize = [library = library_, handle, finalized] {

@@ -60,6 +60,15 @@ struct ConstBlock {
 // A reduction that multiplies each rank's input by that rank's factor. Belongs to one communicator;
 // may be dropped as soon as the call that got it has returned.
 class PreMulSum;
+class Window;
+
+// What the library holds on the device, in bytes.
+struct MemoryStats {
+  std::uint64_t suspendable = 0;  // given back by suspend()
+  std::uint64_t persistent = 0;
+  std::uint64_t total = 0;
+  bool suspended = false;
+};
 
 struct Reduction {
   ReduceOp op = ReduceOp::sum;
@@ -80,6 +89,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   static std::shared_ptr<Communicator> join_grown(std::shared_ptr<const Library> library,
                                                   const UniqueId& id, int rank, int new_size,
                                                   const Options& options);
+  // All ranks of a group in this process, one for each device, in that order. Always blocking, and
+  // with the library's own settings.
+  static std::vector<std::shared_ptr<Communicator>> init_all(std::shared_ptr<const Library> library,
+                                                             const std::vector<int>& devices,
+                                                             const Options& options);
   ~Communicator();  // never waits
 
   int rank() const { return rank_; }
@@ -115,6 +129,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void reduce(const void* in, void* out, std::size_t count, Element, const Reduction&, int root,
               Stream);
   void broadcast(const void* in, void* out, std::size_t count, Element, int root, Stream);
+  // The library's older call for a broadcast in place.
+  void bcast(void* data, std::size_t count, Element, int root, Stream);
   void reduce_scatter(const void* in, void* out, std::size_t out_count, Element, const Reduction&,
                       Stream);
   void all_gather(const void* in, void* out, std::size_t in_count, Element, Stream);
@@ -133,6 +149,23 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void send(const void* data, std::size_t count, Element, int peer, Stream);
   void recv(void* data, std::size_t count, Element, int peer, Stream);
 
+  // --- one-sided: signals are counted per (source, signal, context), and waited for by number.
+  // Writes `data` into the peer's part of the window, `offset` bytes from its start, then signals.
+  void put_signal(const void* data, std::size_t count, Element, int peer, const Window& window,
+                  std::size_t offset, int signal, int context, Stream);
+  void signal(int peer, int signal, int context, Stream);
+  // The stream waits until all of these have come.
+  void wait_signals(const std::vector<WaitSignalRecord>& waits, Stream);
+
+  // --- pauses
+  // Ends what is under way on this rank, also in a thread that is stuck in the library. What is
+  // left to do then is split(), shrink(), close() and abort(); data calls throw InvalidUsageError.
+  void revoke();
+  // Gives the library's memory back to the device until resume(). No other call in between.
+  void suspend();
+  void resume();
+  MemoryStats memory_stats();
+
   // --- life
   // Finishes what was launched, then destroys. At the deadline it aborts instead and throws
   // Timeout; in both cases the communicator is gone. A second call does nothing.
@@ -143,6 +176,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Empty while usable, else the reason why not.
   std::string failure() const;
   bool closed() const;
+  bool revoked() const;
   // What the library says of its background work now; throws what it failed with.
   void check_async();
 
@@ -202,12 +236,16 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void check_call(const void* in, const void* out, std::size_t in_bytes, std::size_t out_bytes,
                   std::size_t in_place_offset, const char* what) const;
   void check_rank(int rank, const char* role, const char* what) const;
+  void check_signal(int signal, int context, const char* what) const;
+  // Throws InvalidUsageError while revoked or suspended.
+  void require_running(const std::string& what) const;
   void check_blocks(std::size_t blocks, const char* what) const;
   Element movable(Element element) const;
   RedOp reduction_of(const Reduction&, const Element&, const char* what) const;
   void submit(Stream stream, std::string text, std::function<Result(RawComm)> call);
   // Hands the calls to the library, in a group of its own when there are several.
-  static void launch(std::vector<Operation>& operations);
+  // `simulation` gets the library's estimate instead: then nothing is launched.
+  static void launch(std::vector<Operation>& operations, SimulationRecord* simulation = nullptr);
 
   const std::shared_ptr<const Library> library_;
   Options options_;
@@ -222,6 +260,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   mutable std::mutex state_;
   RawComm handle_ = nullptr;
   bool closed_ = false;
+  enum class Pause : std::uint8_t { none, revoked, suspended } pause_ = Pause::none;
   std::atomic<bool> failed_{false};
   Status failure_status_ = Status::aborted;
   std::string failure_;

@@ -37,6 +37,19 @@ void Group::run() {
   if (!operations.empty()) Communicator::launch(operations);
 }
 
+float Group::simulate() {
+  PYPARALLEL_REQUIRE(open_, "this group has already been run");
+  PYPARALLEL_REQUIRE(state.depth == 1, "a group inside another cannot be simulated by itself");
+  open_ = false;
+  --state.depth;
+  std::vector<Operation> operations = std::exchange(state.queued, {});
+  PYPARALLEL_REQUIRE(!operations.empty(), "simulation of a group without calls");
+  PYPARALLEL_NCCL_NEED(operations.front().communicator->library(), GroupSimulateEnd);
+  SimulationRecord record;
+  Communicator::launch(operations, &record);
+  return record.estimated_time;
+}
+
 bool Group::active() noexcept { return state.depth > 0; }
 
 void Group::submit(Operation operation) {
@@ -49,7 +62,7 @@ void Group::submit(Operation operation) {
   Communicator::launch(one);
 }
 
-void Communicator::launch(std::vector<Operation>& operations) {
+void Communicator::launch(std::vector<Operation>& operations, SimulationRecord* simulation) {
   std::vector<Communicator*> members;
   for (const Operation& operation : operations) members.push_back(operation.communicator.get());
   std::sort(members.begin(), members.end());
@@ -58,7 +71,7 @@ void Communicator::launch(std::vector<Operation>& operations) {
   const Operation& first = operations.front();
   const Library& library = first.communicator->library();
   const Deadline deadline = first.communicator->deadline();
-  const bool grouped = operations.size() > 1;
+  const bool grouped = operations.size() > 1 || simulation != nullptr;
   const std::string whole =
       grouped ? str("group of ", operations.size(), " calls from ", first.text) : first.text;
 
@@ -69,6 +82,7 @@ void Communicator::launch(std::vector<Operation>& operations) {
                        "a group spans two libraries: ", library.describe(), " and ",
                        member->library().describe());
     locks.push_back(member->enter(whole, deadline));
+    member->require_running(whole);
     handles[member] = member->handle();
     if (member->unsettled_) member->settle(handles[member], "an earlier call", deadline);
     member->release_pending(handles[member]);
@@ -97,7 +111,9 @@ void Communicator::launch(std::vector<Operation>& operations) {
     }
   }
   if (grouped) {
-    const Result ended = library->GroupEnd();  // also after a failure, which it then repeats
+    // Also after a failure, which it then repeats.
+    const Result ended =
+        simulation == nullptr ? library->GroupEnd() : library->GroupSimulateEnd(simulation);
     if (failed == nullptr) result = ended;
   }
   const Operation& blamed = failed != nullptr ? *failed : first;
@@ -109,6 +125,7 @@ void Communicator::launch(std::vector<Operation>& operations) {
   for (Communicator* member : members) {
     if (!member->blocking_) member->settle(handles[member], whole, deadline);
   }
+  if (simulation != nullptr) return;
 
   for (const Operation& operation : operations) {
     Communicator& member = *operation.communicator;

@@ -34,6 +34,9 @@ class Group {
 
   // Launches (outermost) or leaves to the outer group. Throws for the first call that failed.
   void run();
+  // Instead of run(), of an outermost group: launches nothing and gives the library's estimate of
+  // how long it would take, in microseconds.
+  float simulate();
 
   static bool active() noexcept;  // whether this thread is inside a group
   // Queues inside a group, else launches at once.

@@ -138,6 +138,67 @@ std::shared_ptr<Communicator> Communicator::init(std::shared_ptr<const Library> 
                });
 }
 
+std::vector<std::shared_ptr<Communicator>> Communicator::init_all(
+    std::shared_ptr<const Library> library, const std::vector<int>& devices,
+    const Options& options) {
+  PYPARALLEL_NCCL_NEED(*library, CommInitAll);
+  PYPARALLEL_REQUIRE(!devices.empty(), "communicator ", options.name, ": init_all of no devices");
+  PYPARALLEL_REQUIRE(options.blocking.value_or(true), "communicator ", options.name,
+                     ": ncclCommInitAll makes blocking communicators");
+  Options own = options;
+  own.blocking = true;
+  struct All {  // the library may write it after the deadline
+    std::vector<RawComm> made;
+    Result result = Result::in_progress;
+    bool abandoned = false;
+    std::mutex mutex;
+    static void discard(const std::shared_ptr<const Library>& used, const RawComm& handle) {
+      if (handle == nullptr || (*used)->CommAbort == nullptr) return;
+      run_detached([used, handle] { (*used)->CommAbort(handle); });
+    }
+  };
+  const auto all = std::make_shared<All>();
+  all->made.resize(devices.size());
+  std::vector<std::shared_ptr<Communicator>> ranks;
+  for (std::size_t i = 0; i < devices.size(); ++i)
+    ranks.emplace_back(new Communicator(library, own));
+  const std::string text =
+      str("ncclCommInitAll(", devices.size(), " devices) of communicator ", options.name);
+  const Deadline deadline = ranks.front()->deadline();
+  const auto give_up = [library, all] {
+    const std::lock_guard<std::mutex> lock(all->mutex);
+    all->abandoned = true;
+    for (RawComm& handle : all->made) All::discard(library, std::exchange(handle, nullptr));
+  };
+  try {
+    const bool done = run_with_deadline(
+        [library, all, devices] {
+          std::vector<RawComm> made(devices.size());
+          const Result result = (*library)->CommInitAll(
+              made.data(), static_cast<int>(devices.size()), devices.data());
+          const std::lock_guard<std::mutex> lock(all->mutex);
+          all->result = result;
+          if (result != Result::success) return;
+          all->made = made;
+          if (!all->abandoned) return;
+          for (const RawComm handle : made) All::discard(library, handle);
+        },
+        deadline);
+    if (!done)
+      throw Timeout(str(text, " has not returned after ", deadline.timeout_seconds(), " s"));
+    check(*library, all->result, text);
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      const RawComm handle = all->made[i];
+      ranks[i]->adopt(handle, text, deadline);
+      all->made[i] = nullptr;  // its communicator's, from now on
+    }
+  } catch (...) {
+    give_up();
+    throw;
+  }
+  return ranks;
+}
+
 std::shared_ptr<Communicator> Communicator::join_grown(std::shared_ptr<const Library> library,
                                                        const UniqueId& id, int rank, int new_size,
                                                        const Options& options) {
@@ -192,11 +253,9 @@ void Communicator::adopt(RawComm handle, const std::string& text, Deadline deadl
   check(library, library->CommCount(handle, &size_), "ncclCommCount", handle, text);
   check(library, library->CommCuDevice(handle, &device_), "ncclCommCuDevice", handle, text);
   watch_ = std::make_shared<Watch>(context_of_device(device_));
-  {
-    const std::lock_guard<std::mutex> lock(state_);
-    handle_ = handle;
-  }
-  Watchdog::add(weak_from_this());
+  Watchdog::add(weak_from_this());  // before it owns the handle: nothing throws after that
+  const std::lock_guard<std::mutex> lock(state_);
+  handle_ = handle;
 }
 
 // --- out of another communicator
@@ -219,6 +278,11 @@ std::shared_ptr<Communicator> Communicator::make_child(const std::string& text,
   {
     const std::lock_guard<std::mutex> state(state_);
     parent = handle_;
+  }
+  {
+    const std::lock_guard<std::mutex> state(state_);
+    PYPARALLEL_REQUIRE(pause_ != Pause::suspended, where(), ": ", text,
+                       ": the communicator is suspended; call resume() first");
   }
   release_pending(parent);
 

@@ -115,7 +115,7 @@ bool Registration::open() const {
 
 Window::Window(const std::shared_ptr<Communicator>& communicator, void* data, std::size_t bytes,
                int flags)
-    : communicator_(communicator) {
+    : communicator_(communicator), bytes_(bytes) {
   Communicator& c = *communicator;
   PYPARALLEL_NCCL_NEED(c.library(), CommWindowRegister);
   PYPARALLEL_NCCL_NEED(c.library(), CommWindowDeregister);

@@ -57,12 +57,17 @@ class Window {
   Window& operator=(const Window&) = delete;
 
   RawWindow handle() const { return handle_; }
+  std::size_t bytes() const { return bytes_; }
+  bool belongs_to(const Communicator& communicator) const {
+    return communicator_.lock().get() == &communicator;
+  }
   void close();
   bool open() const;
 
  private:
   std::weak_ptr<Communicator> communicator_;
   std::uintptr_t first_ = 0;
+  std::size_t bytes_ = 0;
   RawWindow handle_ = nullptr;
 };
 

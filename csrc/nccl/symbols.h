@@ -27,6 +27,10 @@
   X(CommUserRank,         2,  3, 5, required, Result, (RawComm comm, int* rank))                    \
   X(GroupStart,           2,  3, 5, required, Result, ())                                           \
   X(GroupEnd,             2,  3, 5, required, Result, ())                                           \
+  X(CommInitAll,          2,  3, 5, optional, Result,                                               \
+    (RawComm* comms, int count, const int* devices))                                                \
+  X(Bcast,                2,  3, 5, optional, Result,                                               \
+    (void* data, std::size_t count, DataType type, int root, RawComm comm, Stream stream))          \
   X(AllReduce,            2,  3, 5, required, Result,                                               \
     (const void* in, void* out, std::size_t count, DataType type, RedOp op, RawComm comm,           \
      Stream stream))                                                                                \
@@ -61,6 +65,7 @@
   X(CommRegister,         2, 19, 1, optional, Result,                                               \
     (RawComm comm, void* pointer, std::size_t bytes, void** handle))                                \
   X(CommDeregister,       2, 19, 1, optional, Result, (RawComm comm, void* handle))                 \
+  X(GroupSimulateEnd,     2, 22, 3, optional, Result, (SimulationRecord* record))                   \
   X(CommInitRankScalable, 2, 23, 4, optional, Result,                                               \
     (RawComm* comm, int size, int rank, int ids, UniqueId* id, ConfigRecord* config))               \
   X(CommShrink,           2, 27, 3, optional, Result,                                               \
@@ -76,9 +81,21 @@
   X(Scatter,              2, 28, 3, optional, Result,                                               \
     (const void* in, void* out, std::size_t count, DataType type, int root, RawComm comm,           \
      Stream stream))                                                                                \
+  X(CommRevoke,           2, 28, 7, optional, Result, (RawComm comm, int flags))                    \
   X(CommGetUniqueId,      2, 29, 2, optional, Result, (RawComm comm, UniqueId* id))                 \
   X(CommGrow,             2, 29, 2, optional, Result,                                               \
-    (RawComm comm, int size, const UniqueId* id, int rank, RawComm* made, ConfigRecord* config))
+    (RawComm comm, int size, const UniqueId* id, int rank, RawComm* made, ConfigRecord* config))    \
+  X(PutSignal,            2, 29, 2, optional, Result,                                               \
+    (const void* in, std::size_t count, DataType type, int peer, RawWindow window,                  \
+     std::size_t offset, int signal, int context, unsigned flags, RawComm comm, Stream stream))     \
+  X(Signal,               2, 29, 2, optional, Result,                                               \
+    (int peer, int signal, int context, unsigned flags, RawComm comm, Stream stream))               \
+  X(WaitSignal,           2, 29, 2, optional, Result,                                               \
+    (int count, WaitSignalRecord* waits, RawComm comm, Stream stream))                              \
+  X(CommSuspend,          2, 29, 7, optional, Result, (RawComm comm, int flags))                    \
+  X(CommResume,           2, 29, 7, optional, Result, (RawComm comm))                               \
+  X(CommMemStats,         2, 29, 7, optional, Result,                                               \
+    (RawComm comm, MemoryStat stat, std::uint64_t* value))
 // clang-format on
 
 namespace pyparallel::nccl {

@@ -56,4 +56,7 @@ constexpr Version version_of(int code) {
 }
 std::string version_text(int code);
 
+// Of `count` elements. Throws InvalidArgument where that is more than any memory holds.
+std::size_t bytes_of(std::size_t count, const Element& element);
+
 }  // namespace pyparallel::nccl

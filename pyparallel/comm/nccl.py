@@ -13,15 +13,15 @@ The library is found at run time (`load`); `nccl_info()` says which, and what it
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from pyparallel._core import nccl as core
 from pyparallel.comm.nccl_arrays import RawArray
-from pyparallel.comm.nccl_calls import Calls, group
+from pyparallel.comm.nccl_calls import group
+from pyparallel.comm.nccl_config import DEFAULTS, NcclConfig, NcclMemoryStats, options_of
 from pyparallel.comm.nccl_errors import (
     NcclInternalError,
     NcclInvalidArgument,
@@ -34,6 +34,7 @@ from pyparallel.comm.nccl_errors import (
 )
 from pyparallel.comm.nccl_library import load, nccl_info, open_library
 from pyparallel.comm.nccl_memory import NcclMemory, Registration, Window
+from pyparallel.comm.nccl_one_sided import OneSided, SignalWait
 from pyparallel.errors import InvalidArgument, NcclError, Timeout
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "NcclInvalidArgument",
     "NcclInvalidUsage",
     "NcclMemory",
+    "NcclMemoryStats",
     "NcclRemoteError",
     "NcclResultError",
     "NcclSystemError",
@@ -51,6 +53,7 @@ __all__ = [
     "NcclUnhandledCudaError",
     "RawArray",
     "Registration",
+    "SignalWait",
     "Window",
     "group",
     "load",
@@ -66,60 +69,7 @@ def unique_id(library: Any = None) -> bytes:
     return made
 
 
-@dataclass(frozen=True)
-class NcclConfig:
-    """Tuning of a communicator, by NCCL's own names. None leaves a field to NCCL.
-
-    A field that the library found is too old for is an error (`Unsupported`), never ignored.
-    """
-
-    cga_cluster_size: int | None = None
-    min_ctas: int | None = None
-    max_ctas: int | None = None
-    net_name: str | None = None
-    split_share: int | None = None
-    traffic_class: int | None = None
-    comm_name: str | None = None
-    collnet_enable: int | None = None
-    cta_policy: int | None = None
-    shrink_share: int | None = None
-    nvls_ctas: int | None = None
-    channels_per_net_peer: int | None = None
-    nvlink_centric_sched: int | None = None
-    graph_usage_mode: int | None = None
-    num_rma_ctx: int | None = None
-    max_p2p_peers: int | None = None
-    graph_stream_ordering: int | None = None
-
-    def _to_core(self) -> Any:
-        config = core.Config()
-        for field in fields(self):
-            setattr(config, field.name, getattr(self, field.name))
-        return config
-
-
-_DEFAULTS: Final = NcclConfig()
-
-
-def _options(
-    name: str,
-    timeout: float,
-    blocking: bool | None,
-    watch: bool,
-    abort_on_error: bool,
-    config: NcclConfig,
-) -> Any:
-    return core.Options(
-        name=name,
-        timeout=timeout,
-        blocking=blocking,
-        watch=watch,
-        abort_on_error=abort_on_error,
-        config=config._to_core(),
-    )
-
-
-class NcclCommunicator(Calls):
+class NcclCommunicator(OneSided):
     """One rank's seat in one NCCL group.
 
     Collective over all `world_size` ranks. The device is `device`, or the thread's current one.
@@ -143,11 +93,11 @@ class NcclCommunicator(Calls):
         blocking: bool | None = None,
         watch: bool = True,
         abort_on_error: bool = True,
-        config: NcclConfig = _DEFAULTS,
+        config: NcclConfig = DEFAULTS,
         library: Any = None,
     ) -> None:
         library = load() if library is None else library
-        options = _options(name, timeout, blocking, watch, abort_on_error, config)
+        options = options_of(name, timeout, blocking, watch, abort_on_error, config)
         ids = [id] if isinstance(id, bytes | bytearray) else list(id)
         with _on_device(device):
             made = core.Communicator.init(library, ids, rank, world_size, options)
@@ -178,6 +128,27 @@ class NcclCommunicator(Calls):
             raise Timeout(f"{error}; never came to the store: ranks {absent or 'none'}") from error
 
     @classmethod
+    def init_all(
+        cls,
+        devices: Sequence[int],
+        *,
+        name: str = "world",
+        timeout: float = 30.0,
+        watch: bool = True,
+        abort_on_error: bool = True,
+        library: Any = None,
+    ) -> "list[NcclCommunicator]":
+        """A whole group in this process: rank r on `devices[r]`. Blocking, with NCCL's defaults.
+
+        What one thread calls on several of them belongs into one `group`.
+        """
+        library = load() if library is None else library
+        options = options_of(name, timeout, True, watch, abort_on_error, DEFAULTS)
+        made = core.Communicator.init_all(library, list(devices), options)
+        settings = (True, watch, abort_on_error, DEFAULTS)
+        return [cls._wrap(one, settings, device) for one, device in zip(made, devices, strict=True)]
+
+    @classmethod
     def join_grown(
         cls,
         id: bytes,
@@ -190,12 +161,12 @@ class NcclCommunicator(Calls):
         blocking: bool | None = None,
         watch: bool = True,
         abort_on_error: bool = True,
-        config: NcclConfig = _DEFAULTS,
+        config: NcclConfig = DEFAULTS,
         library: Any = None,
     ) -> "NcclCommunicator":
         """For a new rank, while the others are in `grow`; `id` is from `grow_id` of one of them."""
         library = load() if library is None else library
-        options = _options(name, timeout, blocking, watch, abort_on_error, config)
+        options = options_of(name, timeout, blocking, watch, abort_on_error, config)
         with _on_device(device):
             made = core.Communicator.join_grown(library, id, rank, world_size, options)
         return cls._wrap(made, (blocking, watch, abort_on_error, config), device)
@@ -323,7 +294,7 @@ class NcclCommunicator(Calls):
         if name is None:
             return None  # all like this one's, which is what NCCL does by itself
         blocking, watch, abort_on_error, config = self._settings
-        return _options(name, self.timeout, blocking, watch, abort_on_error, config)
+        return options_of(name, self.timeout, blocking, watch, abort_on_error, config)
 
     # --- memory
 
@@ -334,6 +305,31 @@ class NcclCommunicator(Calls):
     def window(self, array: Any, *, symmetric: bool = True) -> Window:
         """Collective: a window on memory that all ranks registered alike (from `NcclMemory`)."""
         return Window(self, array, symmetric)
+
+    # --- pauses
+
+    def revoke(self) -> None:
+        """Ends what this rank has under way, also in a thread that is stuck inside NCCL.
+
+        Left to do then: `split`, `shrink`, `close`, `abort`. Every rank that goes on revokes.
+        """
+        self._core.revoke()
+
+    @property
+    def revoked(self) -> bool:
+        return bool(self._core.revoked)
+
+    def suspend(self) -> None:
+        """Gives NCCL's memory back to the device; no call but `resume` until then. Collective."""
+        self._core.suspend()
+
+    def resume(self) -> None:
+        """Takes back what `suspend` gave. Collective."""
+        self._core.resume()
+
+    def memory_stats(self) -> NcclMemoryStats:
+        """What NCCL holds on the device for this communicator."""
+        return NcclMemoryStats(*self._core.memory_stats())
 
     # --- life
 

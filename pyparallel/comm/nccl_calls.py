@@ -39,20 +39,27 @@ class group:
     """Launches the calls of a `with` block as one, when it ends.
 
     Sends and receives that depend on each other must be in one group. Blocks nest; the outermost
-    launches. A block that is left by an exception launches none of its calls.
+    launches. A block that is left by an exception launches none of its calls. With `simulate=True`
+    none is launched at all: `estimated_us` is then NCCL's estimate of the time, in microseconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, simulate: bool = False) -> None:
         self._core = core.Group()
+        self._simulate = simulate
+        self.estimated_us: float | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "group":
         self._core.__enter__()
         _held.depth += 1
+        return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         _held.depth -= 1
         try:
-            self._core.__exit__(kind, error, traceback)
+            if self._simulate and kind is None:
+                self.estimated_us = self._core.simulate()
+            else:
+                self._core.__exit__(kind, error, traceback)
         finally:
             if _held.depth == 0:
                 _held.owners.clear()
@@ -136,6 +143,13 @@ class Calls:
             source.pointer, target.pointer, source.count, source.element, root, call.stream
         )
         return result
+
+    def bcast(self, x: A, root: int, *, stream: Any = None) -> A:
+        """`broadcast` in place by NCCL's older call of that name."""
+        call = _Call(self, "bcast", stream, x, x)
+        view = call.views[0]
+        self._core.bcast(view.pointer, view.count, view.element, root, call.stream)
+        return x
 
     def all_gather(
         self, x: A, out: A, *, sizes: Sequence[int] | None = None, stream: Any = None

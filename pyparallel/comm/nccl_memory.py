@@ -1,5 +1,6 @@
 """Memory for NCCL: allocated by it, or the caller's and registered with a communicator."""
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["NcclMemory", "Registration", "Window"]
 
 
-class _Closing:
+class _Closing(ABC):
     """close() once or often, by hand or by `with`."""
 
     _core: Any
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Gives back what this stands for; a second call does nothing."""
 
     def __enter__(self) -> Any:
         return self

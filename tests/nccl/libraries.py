@@ -32,7 +32,9 @@ class Libraries:
             *("-shared", HERE / "standin/cuda.cpp", "-o", self.cuda),
             "-Wl,-soname,libstandin_cuda.so",
         )
-        self._compile("-c", HERE / "standin/nccl.cpp", "-o", folder / "nccl.o")
+        self.objects = [folder / f"{name}.o" for name in ("nccl", "data", "hooks")]
+        for made in self.objects:
+            self._compile("-c", HERE / f"standin/{made.stem}.cpp", "-o", made)
 
     def _compile(self, *arguments: object) -> None:
         command = [
@@ -76,7 +78,7 @@ class Libraries:
         path = folder / "libnccl.so.2"
         self._compile(
             *(f"-DSTANDIN_VERSION={version}", f'-DSTANDIN_FAULT="{fault}"', "-shared"),
-            *(HERE / "standin/variant.cpp", self.folder / "nccl.o", self.cuda, "-o", path),
+            *(HERE / "standin/variant.cpp", *self.objects, self.cuda, "-o", path),
             *(f"-Wl,--version-script={script}", "-Wl,-soname,libnccl.so.2", "-Wl,--no-as-needed"),
             *(f"-Wl,-rpath,{self.folder}", *([needs] if needs else [])),
         )

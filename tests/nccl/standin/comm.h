@@ -1,6 +1,7 @@
 // What the stand-in keeps of a communicator, of a thread's group, and for the tests.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -36,10 +37,35 @@ struct Comm {
   std::map<int, std::pair<double, DataType>> scalars;  // of PreMulSum
   int next_scalar = 5;
   std::set<void*> registered;
+  struct Window {
+    void* handle;
+    char* data;
+    std::size_t bytes;
+  };
+  std::vector<Window> windows;  // in order of registration, which all ranks share
+  // Signals that have come and were not waited for: by sender, signal and context.
+  std::map<std::array<int, 3>, int> signals;
+  std::atomic<bool> revoked{false}, suspended{false};
+  std::atomic<bool> interrupted{false};  // what runs is to end
 
   Stop stop() {
+    return [this] { return aborted.load() || interrupted.load(); };
+  }
+  Stop stop_of_life() {
     return [this] { return aborted.load(); };
   }
+  int number_of_window(void* handle, std::size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (std::size_t i = 0; i < windows.size(); ++i)
+      if (windows[i].handle == handle && bytes <= windows[i].bytes) return static_cast<int>(i);
+    return -1;
+  }
+};
+
+// What a put tells the peer before its data; window -1: a signal alone.
+struct Put {
+  int signal, context, window;
+  std::size_t offset, bytes;
 };
 
 // One data call, as it will run on its stream.
@@ -55,6 +81,8 @@ struct Call {
   const void* in = nullptr;
   void* out = nullptr;
   double factor = 1;  // of a PreMulSum, which may be destroyed once the call has returned
+  Put put{};          // of "put", to `root`
+  std::vector<WaitSignalRecord> waits;
 };
 
 struct Group {

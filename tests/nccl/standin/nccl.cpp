@@ -1,89 +1,12 @@
-// libnccl.so.2 of the tests: communicators, groups, memory. Data calls run in run.h.
+// libnccl.so.2 of the tests: communicators and groups. Data calls are in data.cpp.
 #include <dlfcn.h>
 
 #include <sstream>
 
-#include "comm.h"
-#include "run.h"
-
-using namespace pyparallel::nccl;
-
-#define STANDIN_PROTOTYPE(name, major, minor, patch, presence, result, parameters) \
-  extern "C" result nccl##name parameters;
-PYPARALLEL_NCCL_SYMBOLS(STANDIN_PROTOTYPE)
+#include "state.h"
 
 namespace standin {
 namespace {
-
-bool has_fault(const char* name) { return std::string(fault) == name; }
-
-Result refuse(const std::string& why, Result code = Result::invalid_argument) {
-  const std::lock_guard<std::mutex> lock(tests().mutex);
-  tests().last_error = why;
-  if (group.depth > 0) group.error = code;
-  return code;
-}
-
-// Notes the call. Gives what a test wants it to return, else success.
-Result enter(const char* name) {
-  Result wanted = Result::success;
-  {
-    const std::lock_guard<std::mutex> lock(tests().mutex);
-    tests().log += std::string(name) + "\n";
-    const auto injected = tests().results.find(name);
-    if (injected != tests().results.end()) wanted = injected->second;
-  }
-  return wanted == Result::success ? wanted : refuse(std::string("injected into ") + name, wanted);
-}
-
-#define ENTER()                                     \
-  do {                                              \
-    const Result wanted_ = enter(__func__);         \
-    if (wanted_ != Result::success) return wanted_; \
-  } while (0)
-
-std::shared_ptr<Comm> find(RawComm raw) {
-  const std::lock_guard<std::mutex> lock(tests().mutex);
-  const auto found = tests().comms.find(raw);
-  return found != tests().comms.end() ? found->second : nullptr;
-}
-
-RawComm publish(const std::shared_ptr<Comm>& comm) {
-  const std::lock_guard<std::mutex> lock(tests().mutex);
-  const auto raw = reinterpret_cast<RawComm>(comm.get());
-  tests().comms[raw] = comm;
-  return raw;
-}
-
-void retire(RawComm raw) {
-  const std::lock_guard<std::mutex> lock(tests().mutex);
-  tests().comms.erase(raw);
-}
-
-// A blocking call that fails leaves nothing; a non-blocking one leaves a handle that says so.
-Result end_child(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child,
-                 Result result) {
-  child->state = static_cast<int>(result);
-  if (parent->blocking && result != Result::success) retire(reinterpret_cast<RawComm>(child.get()));
-  return result;
-}
-
-// Runs on the caller's thread for a blocking communicator, else behind its back.
-Result run_job(const std::shared_ptr<Comm>& comm, std::function<Result()> job) {
-  ++comm->running;
-  if (comm->blocking) {
-    const Result result = job();
-    --comm->running;
-    return result;
-  }
-  comm->state = static_cast<int>(Result::in_progress);
-  std::thread([comm, job = std::move(job)] {
-    const Result result = job();
-    comm->state = static_cast<int>(result);
-    --comm->running;
-  }).detach();
-  return Result::in_progress;
-}
 
 Result join(const std::shared_ptr<Comm>& comm) {
   comm->world = open_world(comm->name);
@@ -149,15 +72,6 @@ Result init(RawComm* made, int size, const UniqueId& id, int rank, const ConfigR
   return make(made, text_of(id), size, rank, config == nullptr || config->blocking != 0);
 }
 
-// The communicator, if it may be used for a new call now.
-#define READY(comm, raw)                                                              \
-  const std::shared_ptr<Comm> comm = find(raw);                                       \
-  if (comm == nullptr) return refuse(std::string(__func__) + ": not a communicator"); \
-  if (comm->state == static_cast<int>(Result::in_progress)) {                         \
-    return refuse(std::string(__func__) + ": the previous call has not finished");    \
-  }                                                                                   \
-  if (comm->state != 0) return static_cast<Result>(comm->state.load())
-
 Result random_id(UniqueId* id) {
   unsigned char noise[16];
   const int file = ::open("/dev/urandom", O_RDONLY | O_CLOEXEC);
@@ -187,17 +101,6 @@ bool all_gather_control(Comm& comm, const std::string& mine, std::vector<std::st
 }
 
 }  // namespace
-
-Result submit(Call call) {
-  if (group.depth > 0) {
-    group.calls.push_back(std::move(call));
-    return Result::success;
-  }
-  std::vector<Call> one;
-  one.push_back(std::move(call));
-  return launch(std::move(one));
-}
-
 }  // namespace standin
 
 using namespace standin;
@@ -243,6 +146,33 @@ Result ncclCommInitRankScalable(RawComm* comm, int size, int rank, int ids, Uniq
   return init(comm, size, id[0], rank, config);
 }
 
+// Every communicator of the clique is this process's: made one by one, as threads would.
+Result ncclCommInitAll(RawComm* comms, int count, const int* devices) {
+  ENTER();
+  UniqueId id;
+  random_id(&id);
+  if (has_fault("hang_init_all")) {
+    wait_until([] { return tests().let_go.load(); }, [] { return false; });
+  }
+  std::vector<std::shared_ptr<Comm>> made;
+  std::vector<std::thread> threads;
+  std::atomic<int> failed{0};
+  for (int rank = 0; rank < count; ++rank) {
+    made.push_back(std::make_shared<Comm>());
+    Comm& comm = *made.back();
+    comm.name = text_of(id);
+    comm.size = count;
+    comm.rank = rank;
+    comm.device = devices == nullptr ? rank : devices[rank];
+  }
+  for (auto& comm : made)
+    threads.emplace_back([&failed, comm] { failed += join(comm) != Result::success; });
+  for (std::thread& thread : threads) thread.join();
+  if (failed > 0) return refuse("could not join", Result::system_error);
+  for (int rank = 0; rank < count; ++rank) comms[rank] = publish(made[rank]);
+  return Result::success;
+}
+
 // Destroying waits for the peers unless they have all finalized, as it may in the real library.
 Result ncclCommDestroy(RawComm raw) {
   ENTER();
@@ -260,6 +190,7 @@ Result ncclCommDestroy(RawComm raw) {
 Result ncclCommFinalize(RawComm raw) {
   ENTER();
   READY(comm, raw);
+  if (comm->revoked) return refuse("finalized after revoke", Result::invalid_usage);
   if (comm->finalized) return refuse("finalized twice", Result::invalid_usage);
   return run_job(comm, [comm] {
     const bool idle = wait_until([&] { return comm->running == 1; }, comm->stop());
@@ -283,6 +214,55 @@ Result ncclCommAbort(RawComm raw) {
   wait_until([&] { return comm->running == 0; }, [] { return false; });
   retire(raw);
   return Result::success;
+}
+
+// Ends what runs, without the peers; what is left is to make others out of it, and to destroy it.
+Result ncclCommRevoke(RawComm raw, int flags) {
+  ENTER();
+  const auto comm = find(raw);
+  if (comm == nullptr || flags != 0) return refuse("ncclCommRevoke: bad argument");
+  comm->revoked = true;
+  return run_job(comm, [comm] {
+    comm->interrupted = true;
+    wait_until([&] { return comm->running == 1; }, comm->stop_of_life());
+    comm->interrupted = false;
+    return Result::success;
+  });
+}
+
+Result ncclCommSuspend(RawComm raw, int flags) {
+  ENTER();
+  READY(comm, raw);
+  if (flags != suspend_memory || comm->suspended) return refuse("ncclCommSuspend: bad argument");
+  comm->suspended = true;
+  return Result::success;
+}
+Result ncclCommResume(RawComm raw) {
+  ENTER();
+  READY(comm, raw);
+  if (!comm->suspended) return refuse("not suspended", Result::invalid_usage);
+  comm->suspended = false;
+  return Result::success;
+}
+Result ncclCommMemStats(RawComm raw, MemoryStat stat, std::uint64_t* value) {
+  ENTER();
+  READY(comm, raw);
+  const bool suspended = comm->suspended;
+  switch (stat) {
+    case MemoryStat::suspendable:
+      *value = suspended ? 0 : 3000;
+      return Result::success;
+    case MemoryStat::suspended:
+      *value = suspended ? 1 : 0;
+      return Result::success;
+    case MemoryStat::persistent:
+      *value = 70;
+      return Result::success;
+    case MemoryStat::total:
+      *value = suspended ? 70 : 3070;
+      return Result::success;
+  }
+  return refuse("ncclCommMemStats: unknown statistic");
 }
 
 Result ncclCommGetAsyncError(RawComm raw, Result* state) {
@@ -423,183 +403,18 @@ Result ncclGroupEnd() {
   return error != Result::success ? error : launch(std::move(calls));
 }
 
-// --- memory
-
-Result ncclMemAlloc(void** pointer, std::size_t bytes) {
+// Nothing of the group runs; the estimate is a function of its calls.
+Result ncclGroupSimulateEnd(SimulationRecord* record) {
   ENTER();
-  *pointer = std::aligned_alloc(
-      window_alignment, (bytes + window_alignment - 1) / window_alignment * window_alignment);
-  return *pointer != nullptr ? Result::success : refuse("no memory", Result::system_error);
+  if (group.depth != 1) return refuse("not the outermost group", Result::invalid_usage);
+  if (record->magic != 0x74685283U || record->size < 20) return refuse("bad record");
+  group.depth = 0;
+  record->estimated_time = 0;
+  for (const Call& call : group.calls)
+    record->estimated_time += 1.5F + 0.25F * static_cast<float>(call.count);
+  group.calls.clear();
+  const Result error = group.error;
+  group.error = Result::success;
+  return error;
 }
-Result ncclMemFree(void* pointer) {
-  ENTER();
-  std::free(pointer);
-  return Result::success;
-}
-
-Result ncclCommRegister(RawComm raw, void* pointer, std::size_t bytes, void** handle) {
-  ENTER();
-  READY(comm, raw);
-  const std::lock_guard<std::mutex> lock(comm->mutex);
-  *handle = new std::size_t(bytes);
-  comm->registered.insert(*handle);
-  return Result::success;
-}
-Result ncclCommDeregister(RawComm raw, void* handle) {
-  ENTER();
-  READY(comm, raw);
-  const std::lock_guard<std::mutex> lock(comm->mutex);
-  if (comm->registered.erase(handle) == 0) return refuse("not registered");
-  delete static_cast<std::size_t*>(handle);
-  return Result::success;
-}
-Result ncclCommWindowRegister(RawComm raw, void* pointer, std::size_t bytes, RawWindow* window,
-                              int) {
-  ENTER();
-  READY(comm, raw);
-  if (has_fault("null_window")) {
-    *window = nullptr;
-    return Result::success;
-  }
-  const std::lock_guard<std::mutex> lock(comm->mutex);
-  auto* made = new std::size_t(bytes);
-  comm->registered.insert(made);
-  *window = reinterpret_cast<RawWindow>(made);
-  return Result::success;
-}
-Result ncclCommWindowDeregister(RawComm raw, RawWindow window) {
-  ENTER();
-  READY(comm, raw);
-  const std::lock_guard<std::mutex> lock(comm->mutex);
-  if (comm->registered.erase(window) == 0) return refuse("no such window");
-  delete reinterpret_cast<std::size_t*>(window);
-  return Result::success;
-}
-
-Result ncclRedOpCreatePreMulSum(RedOp* op, void* scalar, DataType type, ScalarResidence residence,
-                                RawComm raw) {
-  ENTER();
-  READY(comm, raw);
-  if (residence != ScalarResidence::host) return refuse("only host scalars here");
-  const std::lock_guard<std::mutex> lock(comm->mutex);
-  *op = static_cast<RedOp>(comm->next_scalar);
-  comm->scalars[comm->next_scalar++] = {scalar_of(scalar, type), type};
-  return Result::success;
-}
-Result ncclRedOpDestroy(RedOp op, RawComm raw) {
-  ENTER();
-  READY(comm, raw);
-  const std::lock_guard<std::mutex> lock(comm->mutex);
-  return comm->scalars.erase(static_cast<int>(op)) == 1 ? Result::success
-                                                        : refuse("no such reduction");
-}
-
-// --- data calls
-
-#define DATA_CALL(name)                                                                         \
-  ENTER();                                                                                      \
-  READY(comm, raw);                                                                             \
-  const Result checked = check_data(*comm, name, in, out, count, type, root, op);               \
-  if (checked != Result::success) return refuse(std::string(name) + ": bad argument", checked); \
-  return submit({comm, stream, name, count, type, op, root, {}, {}, in, out, factor_of(*comm, op)})
-
-Result ncclAllReduce(const void* in, void* out, std::size_t count, DataType type, RedOp op,
-                     RawComm raw, Stream stream) {
-  constexpr int root = 0;
-  DATA_CALL("AllReduce");
-}
-Result ncclReduce(const void* in, void* out, std::size_t count, DataType type, RedOp op, int root,
-                  RawComm raw, Stream stream) {
-  DATA_CALL("Reduce");
-}
-Result ncclBroadcast(const void* in, void* out, std::size_t count, DataType type, int root,
-                     RawComm raw, Stream stream) {
-  constexpr RedOp op = RedOp::sum;
-  DATA_CALL("Broadcast");
-}
-Result ncclReduceScatter(const void* in, void* out, std::size_t count, DataType type, RedOp op,
-                         RawComm raw, Stream stream) {
-  constexpr int root = 0;
-  DATA_CALL("ReduceScatter");
-}
-Result ncclAllGather(const void* in, void* out, std::size_t count, DataType type, RawComm raw,
-                     Stream stream) {
-  constexpr RedOp op = RedOp::sum;
-  constexpr int root = 0;
-  DATA_CALL("AllGather");
-}
-Result ncclAlltoAll(const void* in, void* out, std::size_t count, DataType type, RawComm raw,
-                    Stream stream) {
-  constexpr RedOp op = RedOp::sum;
-  constexpr int root = 0;
-  DATA_CALL("AlltoAll");
-}
-Result ncclGather(const void* in, void* out, std::size_t count, DataType type, int root,
-                  RawComm raw, Stream stream) {
-  constexpr RedOp op = RedOp::sum;
-  DATA_CALL("Gather");
-}
-Result ncclScatter(const void* in, void* out, std::size_t count, DataType type, int root,
-                   RawComm raw, Stream stream) {
-  constexpr RedOp op = RedOp::sum;
-  DATA_CALL("Scatter");
-}
-
-Result ncclSend(const void* in, std::size_t count, DataType type, int peer, RawComm raw,
-                Stream stream) {
-  ENTER();
-  READY(comm, raw);
-  if (peer < 0 || peer >= comm->size) return refuse("ncclSend: bad peer");
-  Call call{comm, stream, "p2p"};
-  call.sends.push_back({peer, static_cast<char*>(const_cast<void*>(in)), count * size_of(type)});
-  return submit(std::move(call));
-}
-Result ncclRecv(void* out, std::size_t count, DataType type, int peer, RawComm raw, Stream stream) {
-  ENTER();
-  READY(comm, raw);
-  if (peer < 0 || peer >= comm->size) return refuse("ncclRecv: bad peer");
-  Call call{comm, stream, "p2p"};
-  call.receives.push_back({peer, static_cast<char*>(out), count * size_of(type)});
-  return submit(std::move(call));
-}
-
-// --- for tests
-
-const char* standinLog() {
-  const std::lock_guard<std::mutex> lock(tests().mutex);
-  static thread_local std::string copy;
-  copy = tests().log;
-  tests().log.clear();
-  return copy.c_str();
-}
-const char* standinLastConfig() {
-  const std::lock_guard<std::mutex> lock(tests().mutex);
-  static thread_local std::string copy;
-  copy = tests().last_config;
-  return copy.c_str();
-}
-// The next calls of that function give `code`; 0 ends it.
-void standinSetResult(const char* function, int code) {
-  const std::lock_guard<std::mutex> lock(tests().mutex);
-  tests().results[function] = static_cast<Result>(code);
-  if (code == 0) tests().results.erase(function);
-}
-// All communicators of the process fail in the background.
-void standinFailAsync(int code) {
-  const std::lock_guard<std::mutex> lock(tests().mutex);
-  tests().last_error = "injected in the background";
-  for (const auto& [raw, comm] : tests().comms) comm->state = code;
-}
-int standinAlive() {
-  const std::lock_guard<std::mutex> lock(tests().mutex);
-  return static_cast<int>(tests().comms.size());
-}
-// The version as the library's own calls to itself see it, through the table that others can
-// change.
-int standinVersionThroughTheTable() {
-  int found = 0;
-  ncclGetVersion(&found);
-  return found;
-}
-void standinLetGo() { tests().let_go = true; }
 }

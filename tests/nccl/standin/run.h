@@ -137,10 +137,63 @@ inline Result run_p2p(Comm& comm, Call& call) {
              : Result::internal_error;
 }
 
+// Taken in by the peer's wait. To itself: at once.
+inline Result run_put(Comm& comm, Call& call) {
+  char* const bytes = static_cast<char*>(const_cast<void*>(call.in));
+  const Put& put = call.put;
+  if (call.root == comm.rank) {
+    const std::lock_guard<std::mutex> lock(comm.mutex);
+    if (put.bytes > 0) std::memcpy(comm.windows[put.window].data + put.offset, bytes, put.bytes);
+    ++comm.signals[{comm.rank, put.signal, put.context}];
+    return Result::success;
+  }
+  std::vector<Transfer> none;
+  std::vector<Transfer> out{{call.root, reinterpret_cast<char*>(&call.put), sizeof put},
+                            {call.root, bytes, put.bytes}};
+  return exchange(*comm.world, put_channel, comm.rank, out, none, comm.stop())
+             ? Result::success
+             : Result::internal_error;
+}
+
+inline Result run_wait(Comm& comm, const Call& call) {
+  for (const WaitSignalRecord& wait : call.waits) {
+    for (int left = wait.count; left > 0;) {
+      {
+        const std::lock_guard<std::mutex> lock(comm.mutex);
+        int& come = comm.signals[{wait.peer, wait.signal, wait.context}];
+        const int taken = std::min(come, left);
+        come -= taken;
+        left -= taken;
+      }
+      if (left == 0) break;
+      if (wait.peer == comm.rank) return Result::invalid_usage;  // nobody is left to signal
+      Put put{};
+      std::vector<Transfer> none, in{{wait.peer, reinterpret_cast<char*>(&put), sizeof put}};
+      if (!exchange(*comm.world, put_channel, comm.rank, none, in, comm.stop()))
+        return Result::internal_error;
+      std::vector<Transfer> data{
+          {wait.peer, put.window < 0 ? nullptr : comm.windows[put.window].data + put.offset,
+           put.bytes}};
+      if (!exchange(*comm.world, put_channel, comm.rank, none, data, comm.stop()))
+        return Result::internal_error;
+      const std::lock_guard<std::mutex> lock(comm.mutex);
+      ++comm.signals[{wait.peer, put.signal, put.context}];
+    }
+  }
+  return Result::success;
+}
+
 inline void run(void* argument) {
   const std::unique_ptr<Call> call(static_cast<Call*>(argument));
   Comm& comm = *call->comm;
-  const Result result = call->op == "p2p" ? run_p2p(comm, *call) : run_collective(comm, *call);
+  const Result result = call->op == "p2p"    ? run_p2p(comm, *call)
+                        : call->op == "put"  ? run_put(comm, *call)
+                        : call->op == "wait" ? run_wait(comm, *call)
+                                             : run_collective(comm, *call);
+  if (comm.interrupted) {  // revoked: ended, which is no failure
+    --comm.running;
+    return;
+  }
   if (result != Result::success) comm.state = static_cast<int>(result);
   --comm.running;
 }

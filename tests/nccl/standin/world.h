@@ -19,7 +19,7 @@ namespace standin {
 
 constexpr int most_ranks = 8;
 constexpr std::size_t ring_bytes = 4096;
-enum Channel { data_channel, control_channel, channels };
+enum Channel { data_channel, control_channel, put_channel, channels };
 
 struct Mailbox {
   std::atomic<std::uint64_t> written, taken;
