@@ -8,23 +8,29 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_two_ranks_by_torchrun():
+def torchrun(example: str) -> str:
+    """What two ranks of an example print."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "examples/two_ranks.py"),
+            *("--nproc-per-node", "2", example),
         ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_two_ranks_by_torchrun():
+    printed = torchrun("examples/two_ranks.py")
     # Both ranks write to one pipe: a line's end may come after the other's line.
     lines = ["rank 0 of 2: [3.0, 3.0, 3.0]", "rank 1 of 2: [3.0, 3.0, 3.0]"]
-    assert [done.stdout.count(line) for line in lines] == [1, 1], done.stdout
-    assert len("".join(done.stdout.split("\n"))) == len("".join(lines)), done.stdout
+    assert [printed.count(line) for line in lines] == [1, 1], printed
+    assert len("".join(printed.split("\n"))) == len("".join(lines)), printed
 
 
 def test_the_readme_shows_this_file():

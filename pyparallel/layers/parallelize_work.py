@@ -140,8 +140,8 @@ class Work:
             self._vocab(name, module)
         elif style == "experts":
             self._experts(name, module)
-        elif style == "sequence" and self.sequence is None:
-            self._misfit(name, style, "sequence_parallel=True, or 'replicated'")
+        elif style == "sequence" and self._sequence_of(name) is None:
+            self._misfit(name, style, "sequence_parallel=True, and a place where it is cut")
         else:
             self._summed(name, style)
 
@@ -154,13 +154,14 @@ class Work:
 
     def _bring(self, name: str, module: nn.Module) -> None:
         """A block's input comes once, for all the columns in it."""
-        hook = BlockInput(self.place, self.sequence)
+        sequence = self._sequence_of(name)
+        hook = BlockInput(self.place, sequence)
 
         def change() -> None:
             module.register_forward_pre_hook(hook, with_kwargs=True)
 
         self.changes.append(change)
-        ops = ("all_gather", "reduce_scatter") if self.sequence else ("", "all_reduce")
+        ops = ("all_gather", "reduce_scatter") if sequence else ("", "all_reduce")
         self.entries[name] = ShardedEntry(name, "block", (), (), *ops)
 
     def _linear(self, name: str, style: str) -> "tuple[nn.Module, tuple[int, int] | None]":
@@ -177,24 +178,21 @@ class Work:
         if size is None:
             return
         partition = partition or Partition.even(size[0], self.place.size)
-        ops = ("", "matmul_all_reduce")
-        if of_block:
-            ops = ("", "")
-        elif self.sequence and style == "colwise":
-            ops = ("all_gather_matmul", "matmul_reduce_scatter")
-        elif style == "colwise_gather_output":
-            ops = ("gather", "matmul_all_reduce")
+        sequence = None if of_block else self._sequence_of(name)
+        first, second = "", "" if of_block else "matmul_all_reduce"
+        if sequence:
+            first, second = "all_gather_matmul", "matmul_reduce_scatter"
+        if style == "colwise_gather_output":
+            first = f"{first}, gather" if first else "gather"
         options: dict[str, Any] = {
             "partition": partition,
             "gather_output": style == "colwise_gather_output",
+            "sequence_parallel": sequence or False,
             "transposed": is_transposed(linear),
         }
-        if self.sequence and not of_block and (style == "colwise" or self.layers is None):
-            options["sequence_parallel"] = self.sequence
-            if style == "colwise_gather_output":
-                ops = ("all_gather_matmul, gather", "matmul_reduce_scatter")
         kind = ColumnOfBlock if of_block else ColumnParallelLinear
-        self._entry(name, style, size, (partition.local_size(self.place.rank), size[1]), ops)
+        local = (partition.local_size(self.place.rank), size[1])
+        self._entry(name, style, size, local, (first, second))
         self._replace(name, lambda: kind.from_linear(_linear(linear), self.place.group, **options))
 
     def _row(self, name: str, style: str, partition: "Partition | None") -> None:
@@ -203,14 +201,15 @@ class Work:
             return
         partition = partition or Partition.even(size[1], self.place.size)
         split_input = style == "rowwise_split_input"
+        sequence = self._sequence_of(name)
         options = {
             "partition": partition,
             "input_is_parallel": not split_input,
-            "sequence_parallel": self.sequence or False,
+            "sequence_parallel": sequence or False,
             "transposed": is_transposed(linear),
         }
         ops = ("matmul_all_reduce", "all_gather" if split_input else "")
-        if self.sequence:
+        if sequence:
             ops = ("matmul_reduce_scatter", "all_gather_matmul")
         self._entry(name, style, size, (size[0], partition.local_size(self.place.rank)), ops)
         self._replace(
@@ -228,7 +227,7 @@ class Work:
                 return
         rows, columns = table.weight.shape
         mine = Partition.even(rows, self.place.size).local_size(self.place.rank)
-        sequence = self.sequence if self.layers is None else None
+        sequence = self._sequence_of(name)
         ops = ("reduce_scatter", "all_gather") if sequence else ("all_reduce", "")
         self._entry(name, "vocab", (rows, columns), (mine, columns), ops)
         plain = type(table).forward is nn.Embedding.forward
@@ -326,12 +325,12 @@ class Work:
             return any(style == "colwise" for style in styles)
         if "colwise" in styles[:at] and "rowwise" in styles[at:]:
             return True
-        return self.sequence is not None and self._in_sequence(name)
+        return self._sequence_of(name) is not None
 
-    def _in_sequence(self, name: str) -> bool:
-        if self.layers is None:
-            return True
-        return any(name.startswith(layer + ".") for layer in self.layers)
+    def _sequence_of(self, name: str) -> "SequenceSharding | None":
+        """How the activations at a module are cut; None if they are whole there."""
+        inside = self.layers is None or any(name.startswith(f"{at}.") for at in self.layers)
+        return self.sequence if inside else None
 
     # --- making the changes
 
@@ -347,6 +346,12 @@ class Work:
 
     def _replace(self, name: str, made: "Callable[[], nn.Module]") -> None:
         old = self.modules[name]
+        hooks = (old._forward_pre_hooks, old._forward_hooks, old._backward_hooks)
+        if any(hooks) or old._backward_pre_hooks:
+            self.misfits.append(
+                f"{name} has hooks, which what takes its place would not have; register them after "
+                "parallelize"
+            )
 
         def change() -> None:
             new = made()

@@ -158,7 +158,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy_shard: Tensor) -> tuple[Any, ...]:
-    xs, weights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    saved = ctx.saved_tensors  # once: where layers are recomputed, a second look is refused
+    xs, weights = saved[: ctx.count], saved[ctx.count :]
     needs_xs, needs_ws, needs_bias, needs_addend = ctx.needs_input_grad[:4]
     dxs: list[Tensor | None] = [None] * ctx.count
     wanted = [i for i in range(ctx.count) if needs_xs[i]]

@@ -162,7 +162,7 @@ def bad(rank):
             False,
             "Sequential; style 'experts' needs parameters",
         ),
-        ({**PLAN, "norm": "sequence"}, False, "'sequence' needs sequence_parallel=True"),
+        ({**PLAN, "norm": "sequence"}, False, "'sequence' needs sequence_parallel=True, and"),
         ({**PLAN, "blocks.*.mlp": "summed"}, False, "'summed' needs a module with parameters"),
         (
             {**PLAN, "**.o_proj": "replicated"},
@@ -202,6 +202,9 @@ def bad(rank):
         capped = plain.plain()
         capped.embed.max_norm = 1.0
         refused(capped, PLAN, False, "'vocab' needs one without max_norm")
+        hooked = plain.plain()
+        hooked.head.register_forward_hook(print)
+        refused(hooked, PLAN, False, "head has hooks, which what takes its place")
         done = plain.plain()
         parallelize(done, group, PLAN)
         with pytest.raises(ValueError, match="sharded layers already"):
@@ -216,7 +219,7 @@ def bad(rank):
 
 
 def test_bad_input_raises_on_all_ranks_and_changes_nothing():
-    assert run_ranks(bad, 2) == [26, 26]
+    assert run_ranks(bad, 2) == [27, 27]
 
 
 def dropped(rank):

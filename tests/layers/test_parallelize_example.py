@@ -1,15 +1,13 @@
 """examples/tensor_parallel_hf.py as its first line says, and what docs/parallelize.md promises."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pyparallel.layers.parallelize_plan import ALIASES, STYLES
+from tests.test_examples import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,21 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
     reason="transformers is not installed (requirements.txt; it needs Python 3.11)",
 )
 def test_the_example_by_torchrun():
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "examples/tensor_parallel_hf.py"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = torchrun("examples/tensor_parallel_hf.py")
     for rank in (0, 1):
-        assert re.search(rf"rank {rank} of 2: \d+ of \d+ parameters.*tokens alike", done.stdout)
-    assert "matmul_reduce_scatter" in done.stdout
+        assert re.search(rf"rank {rank} of 2: \d+ of \d+ parameters.*tokens alike", printed)
+    assert "matmul_reduce_scatter" in printed
 
 
 def test_the_page_has_every_style():

@@ -314,6 +314,7 @@ def reports(rank):
         ]
         assert any("drop attention by torch's generator" in note for note in report.notes)
         close64(model.eval()(ids).logits, causal.built("llama")(ids).logits, "a part of it")
+        _check_vocabulary_parallel_loss(group, causal)
         unknown = causal.built("llama")
         block = unknown.model.layers[1].mlp
         block.extra = torch.nn.Linear(24, 24).double()
@@ -323,6 +324,33 @@ def reports(rank):
         close64(unknown(ids).logits, causal.built("llama")(ids).logits, "left whole")
         assert "not sharded: model.layers.1.mlp" in str(report)
     return found
+
+
+def _check_vocabulary_parallel_loss(group, causal):
+    """A head that does not gather, a loss that takes its parts, layers that are recomputed."""
+    from pyparallel.layers import parallelize, vocab_parallel_cross_entropy
+
+    columns = ["self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj"]
+    plan = {f"model.layers.*.{name}": "colwise" for name in columns}
+    plan |= {f"model.layers.*.{name}": "rowwise" for name in ("self_attn.o_proj", "mlp.down_proj")}
+    plan |= {"model.embed_tokens": "vocab", "lm_head": "colwise"}
+    batches = [causal.batch_of(1)]
+    for parallel in (False, True):
+        with torch.enable_grad(), widened():
+            whole, model = causal.built("llama-tied"), causal.built("llama-tied")
+            ((_, expected),) = run(whole, batches)
+            parallelize(model, group, plan, parallel)
+            model.train()
+            model.gradient_checkpointing_enable()
+            model.loss_function = lambda logits, labels, vocab_size, **_: (
+                vocab_parallel_cross_entropy(logits[:, :-1], labels[:, 1:], vocab_size, group)
+            )
+            ((logits, loss),) = run(model, batches)
+        assert logits.shape[-1] < causal.VOCAB
+        close64(loss, expected, ("parts of logits", parallel))
+        own = gradients(model)
+        for name, parameter in whole.named_parameters():
+            close64(own[name], parameter.grad, ("recomputed", parallel, name))
 
 
 def test_the_report_says_what_runs():
