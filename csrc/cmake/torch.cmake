@@ -37,6 +37,8 @@ else()
   set(torch_with_cuda ON)
 endif()
 
+set_source_files_properties(torch/few_rows_avx512.cpp PROPERTIES
+  COMPILE_OPTIONS "$<$<BOOL:${simd_x86}>:-mavx512f;-mavx512bw;-mavx512bf16>;-Wno-uninitialized;-Wno-maybe-uninitialized")
 Python_add_library(_torch MODULE WITH_SOABI ${torch_sources} python/errors.cpp)
 target_compile_features(_torch PRIVATE cxx_std_20)
 target_include_directories(_torch SYSTEM PRIVATE ${torch_root}/include

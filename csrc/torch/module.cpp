@@ -7,6 +7,7 @@
 #include "python/rooms.h"
 #include "torch/backend.h"
 #include "torch/fast_calls.h"
+#include "torch/few_rows.h"
 #include "torch/group.h"
 #include "torch/nccl_module.h"
 
@@ -83,6 +84,7 @@ PYBIND11_MODULE(_torch, m) {
       "Collective over the ranks of one group, on any number of hosts: a capsule for "
       "_core.Communicator.from_capsule.");
   dist::register_fast_calls(m);
+  dist::register_few_rows(m);
   dist::register_nccl_backend(m);
   m.def("has_cuda", &dist::has_cuda_backend, "Whether this build can serve CUDA tensors.");
 }
