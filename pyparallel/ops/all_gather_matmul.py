@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import linear
 
+from pyparallel.comm.products import times_weight
 from pyparallel.errors import InvalidArgument
 from pyparallel.ops.checks import Misfits, by, check_floats, check_linear, dim_of, own_sizes
 from pyparallel.ops.device_path import KERNELS
@@ -91,7 +92,10 @@ def _run(
         engine = seat.engine_of(x)
         engine.note(note)
         gathered = engine.all_gather(x, dim, sizes)
-        results = [linear(gathered, w, b) for w, b in zip(weights, biases, strict=True)]
+        results = [
+            times_weight(gathered, w) if b is None else linear(gathered, w, b)
+            for w, b in zip(weights, biases, strict=True)
+        ]
         return [*results, gathered] if return_gathered else results
     inner = prod(whole[1:-1])
     x_rows = x.reshape(sizes[seat.rank] * inner, k)

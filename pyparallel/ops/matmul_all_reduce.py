@@ -17,8 +17,8 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import linear
 
+from pyparallel.comm.products import part_times_weight
 from pyparallel.ops.all_reduce_rms_norm import rms_norm
 from pyparallel.ops.checks import Misfits, by, check_floats, check_linear
 from pyparallel.ops.device_path import KERNELS, NormOf
@@ -80,7 +80,7 @@ def summed_product(
     rows = prod(shape[:-1])
     if chosen == "plain":
         engine = seat.engine_of(x)
-        y = linear(x, weight)
+        y = part_times_weight(x, weight)
         engine.note(note)
         y = engine.all_reduce(y, "sum")
     elif chosen in KERNELS[_NAME]:

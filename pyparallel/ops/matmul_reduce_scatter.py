@@ -18,8 +18,8 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import linear
 
+from pyparallel.comm.products import part_times_weight
 from pyparallel.ops.checks import Misfits, by, check_floats, check_linear, dim_of, sizes_of_whole
 from pyparallel.ops.device_path import KERNELS
 from pyparallel.ops.groups import Seat, group_name, seat_of
@@ -106,9 +106,9 @@ def _run(
             .view(own_shape)
         )
     if chosen == "plain":
-        partial = linear(xs[0], weights[0])
+        partial = part_times_weight(xs[0], weights[0])
         for x, w in zip(xs[1:], weights[1:], strict=True):
-            partial += linear(x, w)
+            partial += part_times_weight(x, w)
         if addend is not None:
             partial += addend
         engine = seat.engine_of(partial)
