@@ -43,7 +43,8 @@ class CausalLM:
         if not isinstance(body, nn.Module) or tokens is None or head is None:
             raise ValueError(
                 f"{type(model).__name__}: no body under base_model_prefix, or no input or output "
-                "embeddings: pass an nn.Sequential, or a causal language model of transformers"
+                "embeddings: pass an nn.Sequential, a causal language model of transformers, or "
+                "split_points of any model"
             )
         self.body: nn.Module = body
         self.head = next(name for name, child in model.named_children() if child is head)

@@ -5,7 +5,8 @@ stage = partition.stage(rank)                            # an nn.Module with the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from pyparallel.pipeline.balance import balance, check_counts, counts_of_layout
 from pyparallel.pipeline.causal_lm import CausalLM
 from pyparallel.pipeline.parts import Part
 from pyparallel.pipeline.sequential import SequentialModel
+from pyparallel.pipeline.traced import TracedModel
 
 __all__ = ["Partition", "TiedParameter", "partition_model"]
 
@@ -39,12 +41,13 @@ class Partition:
         counts: how many of them each stage has.
         tied: the parameters that more than one stage holds: their gradients are to be summed over
             those stages (tied.py).
+        structure: how the model was understood; it makes the stages.
     """
 
     parts: tuple[Part, ...]
     counts: tuple[int, ...]
     tied: tuple[TiedParameter, ...]
-    structure: SequentialModel | CausalLM
+    structure: SequentialModel | CausalLM | TracedModel
 
     @property
     def stages(self) -> int:
@@ -55,7 +58,7 @@ class Partition:
         gives its input back."""
         first = self._first(index)
         if self.counts[index] == 0:
-            return nn.Identity()
+            return _PassThrough()
         return self.structure.stage(first, first + self.counts[index])
 
     def parts_of(self, index: int) -> tuple[Part, ...]:
@@ -68,6 +71,13 @@ class Partition:
         return sum(self.counts[:index])
 
 
+class _PassThrough(nn.Module):
+    """A stage without parts."""
+
+    def forward(self, *values: Any, **_: Any) -> Any:
+        return values[0] if len(values) == 1 else values
+
+
 def partition_model(
     model: nn.Module,
     stages: int | None = None,
@@ -77,23 +87,33 @@ def partition_model(
     layout: str | None = None,
     memory_cap: float | Sequence[float] | None = None,
     allow_empty: bool = False,
+    split_points: Sequence[str] | None = None,
 ) -> Partition:
     """Cuts a model into stages. Nothing is copied or moved; parameters may be on meta.
 
     Args:
-        model: an `nn.Sequential`, or a causal language model of transformers (causal_lm.py).
+        model: an `nn.Sequential`; a causal language model of transformers (causal_lm.py); with
+            split_points, any model that torch.fx can trace, or an `fx.GraphModule` (traced.py).
         stages: how many, when they are balanced.
         by: "parameters", "flops", or one number per part (measured times).
         counts: parts of each stage, instead of a balance.
         layout: the stages in letters, such as `E t*3 | t*4 | t*3 N L`, instead of a balance.
         memory_cap: bytes of parameters each stage may have, one number or one per stage.
         allow_empty: a balance may leave stages without parts.
+        split_points: names of modules before which the model may be cut, in the order in which
+            they run: what lies between two is a part.
 
     Raises:
         ValueError: a model of another structure, more stages than parts, counts or a layout that do
             not take every part once, or no cut within the cap.
     """
-    structure = SequentialModel(model) if isinstance(model, nn.Sequential) else CausalLM(model)
+    structure: SequentialModel | CausalLM | TracedModel
+    if split_points is not None:
+        structure = TracedModel(model, split_points)
+    elif isinstance(model, nn.Sequential):
+        structure = SequentialModel(model)
+    else:
+        structure = CausalLM(model)
     parts = tuple(structure.parts())
     given = [name for name, value in (("counts", counts), ("layout", layout)) if value is not None]
     if len(given) + (stages is not None) != 1:
@@ -116,7 +136,8 @@ def partition_model(
             cap=memory_cap,
             allow_empty=allow_empty,
         )
-    return Partition(parts, chosen, _tied(model, parts, chosen), structure)
+    untied = Partition(parts, chosen, (), structure)
+    return replace(untied, tied=_tied(untied))
 
 
 def _weights(parts: Sequence[Part], by: str | Sequence[float]) -> list[float]:
@@ -131,23 +152,14 @@ def _weights(parts: Sequence[Part], by: str | Sequence[float]) -> list[float]:
     return list(by)
 
 
-def _tied(
-    model: nn.Module, parts: Sequence[Part], counts: Sequence[int]
-) -> tuple[TiedParameter, ...]:
-    """Parameters with several names, where these are on different stages."""
-    owners: list[tuple[str, int]] = []
-    taken = iter(parts)
-    for stage, count in enumerate(counts):
-        for _ in range(count):
-            owners += [(f"{name}.", stage) for name in next(taken).modules]
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    tied = []
-    for several in names.values():
-        of = [
-            next(stage for prefix, stage in owners if name.startswith(prefix)) for name in several
-        ]
-        if len(set(of)) > 1:
-            tied.append(TiedParameter(tuple(several), tuple(of)))
-    return tuple(tied)
+def _tied(partition: Partition) -> tuple[TiedParameter, ...]:
+    """Parameters that are on several stages."""
+    places: dict[int, list[tuple[str, int]]] = {}
+    for stage in range(partition.stages):
+        for name, parameter in partition.stage(stage).named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((name, stage))
+    return tuple(
+        TiedParameter(tuple(name for name, _ in several), tuple(stage for _, stage in several))
+        for several in places.values()
+        if len({stage for _, stage in several}) > 1
+    )

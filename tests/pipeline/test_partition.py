@@ -89,8 +89,8 @@ def causal_lm(family, tie):
 def chain(partition, value, **keywords):
     for index in range(partition.stages):
         stage = partition.stage(index)
-        empty = isinstance(stage, (nn.Identity, nn.Sequential))
-        value = stage(value) if empty else stage(value, **keywords)
+        values = value if isinstance(value, tuple) else (value,)
+        value = stage(*values, **keywords)
     return value
 
 
@@ -172,6 +172,71 @@ def check_every_layout(model, expected, ids, tie, **keywords):
         out.square().mean().backward()
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.grad, gradients[name]), (layout, name)
+
+
+class Branches(nn.Module):
+    """A skip connection past several blocks, an input that only the end reads, a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.end = nn.Linear(6, 6)
+        self.end.weight = self.blocks[0].weight
+
+    def forward(self, x, late):
+        value = torch.tanh(self.blocks[0](x))
+        skip = value * 2
+        for block in self.blocks[1:]:
+            value = torch.tanh(block(value)) + value
+        return self.end(value + skip) + late
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_split_points_of_any_model(exported):
+    model = Branches()
+    inputs = torch.randn(3, 6), torch.randn(3, 6)
+    expected = model(*inputs)
+    expected.square().mean().backward()
+    gradients = {id(p): p.grad.clone() for p in model.parameters()}
+    points = ["blocks.1", "blocks.2", "blocks.3", "end"]
+    source = torch.export.export(model, inputs).module() if exported else model
+    for arguments in ({"counts": [1, 1, 1, 1, 1]}, {"counts": [2, 0, 3]}, {"stages": 2}):
+        partition = partition_model(source, split_points=points, **arguments)
+        source.zero_grad()
+        out = chain(partition, inputs)
+        assert torch.equal(out, expected)
+        names = {name for stage in names_of(partition) for name in stage}
+        theirs = {name for name, _ in source.named_parameters(remove_duplicate=False)}
+        # An exported graph reads a tied parameter under one of its names.
+        assert names == theirs - ({"blocks.0.weight"} if exported else set())
+        assert len(partition.tied) == 1
+        out.square().mean().backward()
+        for mine, theirs in zip(source.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine.grad, gradients[id(theirs)])
+    crossing = partition_model(source, split_points=points, counts=[2, 3]).stage(0)(*inputs)
+    assert len(crossing) == 3, "the value, the skip connection, the input of the end"
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        (["blocks.9"], "split point 'blocks.9' does not run after the beginning; modules run in"),
+        (["blocks.2", "blocks.1"], r"'blocks.1' does not run after \['blocks.2'\]"),
+    ],
+)
+def test_split_points_that_are_none(points, message):
+    with pytest.raises(ValueError, match=message):
+        partition_model(Branches(), counts=[1] * (len(points) + 1), split_points=points)
+
+
+def test_a_model_that_cannot_be_traced():
+    class Choosing(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(ValueError, match="Choosing cannot be traced by torch.fx .*torch.export"):
+        partition_model(Choosing(), 1, split_points=[])
 
 
 def test_position_embeddings_are_added_once_and_the_model_is_left_as_it_was():
@@ -293,11 +358,9 @@ def _tied_steps(rank):
     torch.set_num_threads(1)
     partition = partition_model(TiedModel(), layout="E t*2 | t*3 N L")
     stage = partition.stage(rank.rank)
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     name = partition.tied[0].names[partition.tied[0].stages.index(rank.rank)]
     with Communicator.from_file(rank.rendezvous, rank.rank, rank.world_size) as comm:
         for step in range(3):
-            optimizer.zero_grad()
             ids = _ids(step)
             if rank.rank == 0:
                 hidden = stage(ids)
@@ -314,8 +377,16 @@ def _tied_steps(rank):
             sum_tied_gradients(
                 stage, rank.rank, partition.tied, lambda t, stages: comm.all_reduce(t)
             )
-            optimizer.step()
+            _descend(stage)
     return dict(stage.named_parameters())[name].detach()
+
+
+def _descend(module):
+    """A step of gradient descent by hand: torch.optim takes long to import."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
 
 
 def _ids(step):
@@ -329,11 +400,9 @@ def test_tied_embeddings_stay_equal_and_train_as_one():
     (whose
     sum over the two uses is ordered differently: three steps of one rounding each)."""
     model = TiedModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        optimizer.zero_grad()
         model(_ids(step)).square().mean().backward()
-        optimizer.step()
+        _descend(model)
     first, last = run_ranks(_tied_steps, 2)
     assert torch.equal(first, last)
     reference = model.head.weight.detach()
