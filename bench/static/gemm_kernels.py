@@ -30,7 +30,8 @@ def name_of(kernel: str, config: TileConfig, dtype: str) -> str:
     return f"{kernel} {dtype} {tile} w{config.num_warps} s{config.num_stages}{loads}"
 
 
-def _operand(rows: int, config: TileConfig, dtype: str) -> str:
+def operand_type(rows: int, config: TileConfig, dtype: str) -> str:
+    """A pointer, or a descriptor of blocks of `rows`."""
     name = DTYPES[dtype][0]
     if config.descriptors:
         return f"tensordesc<{name}[{rows},{config.block_k}]>"
@@ -53,8 +54,8 @@ def describe_gemm(
         gemm_kernel,
         {
             "out": f"*{out}:16",
-            "a": _operand(config.block_m, config, dtype),
-            "b": _operand(config.block_n, config, dtype),
+            "a": operand_type(config.block_m, config, dtype),
+            "b": operand_type(config.block_n, config, dtype),
             "bias": f"*{out}:16",
             "M": "i32",
             **dict.fromkeys(sizes, "i32:16"),
@@ -88,8 +89,8 @@ def describe_all_gather(
         all_gather_gemm_kernel,
         {
             "outs": (f"*{out}:16",) * weights,
-            "gathered": _operand(config.block_m, config, dtype),
-            "weights": (_operand(config.block_n, config, dtype),) * weights,
+            "gathered": operand_type(config.block_m, config, dtype),
+            "weights": (operand_type(config.block_n, config, dtype),) * weights,
             "biases": (f"*{out}:16",) + (None,) * (weights - 1),
             "column_scales": ("*fp32:16" if scaled else None,) * weights,
             "columns": ("i32:16",) * weights,

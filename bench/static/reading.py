@@ -6,19 +6,27 @@ from bench.static.compiling import Compiled
 from bench.static.units import BULK_LOADS, RATES, TENSOR, Tile, Turn, turn
 
 LANE_PRODUCTS = ("FFMA", "FFMA2")
-REGISTER_STEP = 8  # registers of a thread are given out in such steps
 MARGIN_STEP = 0.005
+REGISTERS = 65536  # of a multiprocessor; a thread gets them in steps
+REGISTER_STEP = 8
+MOST_THREADS = 2048
+MOST_PROGRAMS = 32
+RESERVED_SHARED = 1024  # for each program
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the table shows and the baseline keeps. cycles: of one turn of the loop, by unit."""
+    """What the table shows and the baseline keeps.
+
+    resident: programs that a multiprocessor holds at once. cycles: of one turn, by unit.
+    """
 
     kernel: str
     arch: int
     registers: int
     spills: int
     shared_bytes: int
+    resident: int
     tensor_instructions: tuple[str, ...]
     bulk_loads: int
     binding: str
@@ -55,12 +63,22 @@ def read(compiled: Compiled, tile: "Tile | None") -> Row:
         compiled.registers,
         compiled.spills,
         compiled.shared_bytes,
+        resident_programs(compiled),
         tuple(sorted(names & set(TENSOR))),
         compiled.listing.count(*BULK_LOADS),
         loop.binding if loop else "",
         round(loop.margin, 3) if loop else 0.0,
         {unit: round(cycles, 1) for unit, cycles in loop.cycles.items()} if loop else {},
     )
+
+
+def resident_programs(compiled: Compiled) -> int:
+    """Programs that fit one multiprocessor, by registers, shared memory and threads."""
+    rates, threads = RATES[compiled.arch], 32 * compiled.description.num_warps
+    registers = -(-compiled.registers // REGISTER_STEP) * REGISTER_STEP * threads
+    shared = compiled.shared_bytes + RESERVED_SHARED
+    whole = rates.shared_bytes + RESERVED_SHARED
+    return min(REGISTERS // registers, whole // shared, MOST_THREADS // threads, MOST_PROGRAMS)
 
 
 def faults(row: Row) -> list[str]:
@@ -74,15 +92,13 @@ def faults(row: Row) -> list[str]:
     return wrong
 
 
-def worse(row: Row, before: "Row | None") -> list[str]:
-    """What got worse than the baseline says; a kernel that the baseline lacks is said so."""
-    if before is None:
-        return [f"{row.key}: not in the baseline"]
+def worse(row: Row, before: Row) -> list[str]:
+    """What got worse than it was."""
     wrong = []
-    if row.registers > before.registers + REGISTER_STEP:
-        wrong.append(f"{row.key}: {row.registers} registers, {before.registers} before")
-    if row.shared_bytes > before.shared_bytes:
-        wrong.append(f"{row.key}: {row.shared_bytes} shared bytes, {before.shared_bytes} before")
+    if row.resident < before.resident:
+        usage, was = (f"{r.registers} registers, {r.shared_bytes} bytes" for r in (row, before))
+        change = f"{row.resident} programs at once ({usage}), {before.resident} before ({was})"
+        wrong.append(f"{row.key}: {change}")
     if set(before.tensor_instructions) - set(row.tensor_instructions):
         lost = ", ".join(sorted(set(before.tensor_instructions) - set(row.tensor_instructions)))
         wrong.append(f"{row.key}: no {lost} any more")

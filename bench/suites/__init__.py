@@ -19,7 +19,7 @@ SUITES = {
 }
 WEIGHTS = {"collectives": 3.0, "gemm": 2.0, "layers": 1.0}
 ONE_WORLD = ("gemm", "layers")  # a quick run of these has the first of its world sizes only
-TABLES = {"model": "bench.model"}
+TABLES = {"model": "bench.model", "static": "bench.static.cli"}
 
 
 def suite(name: str) -> ModuleType:
