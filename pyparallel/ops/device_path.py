@@ -19,8 +19,9 @@ from torch import Tensor
 
 from pyparallel.comm import Communicator, SymmetricMemory
 from pyparallel.errors import InvalidArgument
+from pyparallel.ops.choosing import algorithms
 
-__all__ = ["DTYPES", "KERNELS", "DevicePath", "NormOf"]
+__all__ = ["DTYPES", "KERNELS", "DevicePath", "NormOf", "unfit"]
 
 # Algorithms that this file launches; names as designs.py has them.
 KERNELS = {
@@ -29,6 +30,27 @@ KERNELS = {
     "matmul_all_reduce": ("one_shot", "two_shot", "multimem"),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def unfit(
+    op: str, shared: int, dtype: torch.dtype, asked: str | None, reason: str = ""
+) -> dict[str, str]:
+    """Which of an accelerator's algorithms cannot take a call, and why: all of them for `reason`.
+
+    `shared` is the size that all ranks share beside the rows, `asked` the algorithm that the caller
+    or the environment names.
+    """
+    names = [name for name in algorithms(op, "cuda") if name != "plain"]
+    if dtype not in DTYPES:
+        reason = f"no kernel takes {dtype}"
+    if reason:
+        return dict.fromkeys(names, reason)
+    bars = {name: "it is not part of the ops" for name in names if name not in KERNELS[op]}
+    if "multimem" in names and asked != "multimem":
+        bars["multimem"] = "it adds in the switch's order, not in rank order: ask for it"
+    elif "multimem" in names and shared % 4:
+        bars["multimem"] = f"N is {shared}, no multiple of 4"
+    return bars
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pyparallel.ops.choosing import (
     algorithms,
     predicted,
 )
+from pyparallel.ops.device_path import unfit
 from pyparallel.ops.groups import seat_of
 from pyparallel.ops.model import OPS, Problem
 
@@ -97,15 +98,20 @@ def explain(
         raise InvalidArgument(f"op is {op!r}; expected one of {', '.join(OPS)}")
     x, weights, dtype, device = _arguments(shapes, dtype, device)
     if type(group) is int:
-        chooser, world, barred = _imagined(group, machine), group, None
+        chooser = _imagined(group, machine)
     else:
         if machine is not None:
             raise InvalidArgument("machine is for a number of ranks; a group has its own machine")
         seat = seat_of(group)
-        chooser, barred = seat.chooser, seat.barred() if device == "cpu" else None
-        world = chooser.world
-    problem = _problem(op, x, weights, dtype, world, shard_sizes)
+        chooser = seat.chooser
+    problem = _problem(op, x, weights, dtype, chooser.world, shard_sizes)
     shared = problem.k if op == "all_gather_matmul" else problem.n
+    if type(group) is not int:
+        cpu = device == "cpu"
+        barred = seat.barred() if cpu else seat.barred_kernels(op, shared, dtype, algorithm)
+    else:
+        asked = algorithm or chooser.asked(op)
+        barred = {} if device == "cpu" else unfit(op, shared, dtype, asked)
     choice = chooser.choose(op, problem.m, shared, dtype, device, algorithm, barred)
     timings = tuple(
         _timing(chooser, problem, device, name, what, choice)

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyparallel.comm import Communicator
 from pyparallel.comm.torch_backend import communicator_of
 from pyparallel.errors import InvalidArgument
-from pyparallel.ops.choosing import Chooser, algorithms
-from pyparallel.ops.device_path import DTYPES, KERNELS, DevicePath
+from pyparallel.ops.choosing import Chooser
+from pyparallel.ops.device_path import DTYPES, KERNELS, DevicePath, unfit
 from pyparallel.ops.engines import SYMMETRIC, Alone, Engine, Native, Torch, Unserved
 
 __all__ = ["Group", "Seat", "group_name", "key_of", "place_of", "seat_of"]
@@ -97,7 +97,8 @@ class Seat:
             return "plain"
         bars = self.barred(note)
         if device != "cpu":
-            bars = self._barred_kernels(op, shared, x, algorithm, not_first or not_fused)
+            reason = not_first or not_fused
+            bars = self.barred_kernels(op, shared, x.dtype, algorithm, reason)
         elif not_first:
             bars = {**dict.fromkeys(SYMMETRIC, not_first), **bars}
         try:
@@ -133,24 +134,14 @@ class Seat:
             return False
         return (algorithm or self.chooser.asked(op)) in KERNELS[op]
 
-    def _barred_kernels(
-        self, op: str, shared: int, x: torch.Tensor, algorithm: str | None, reason: str
+    def barred_kernels(
+        self, op: str, shared: int, dtype: torch.dtype, algorithm: str | None, reason: str = ""
     ) -> dict[str, str]:
         """Which of an accelerator's algorithms cannot take this call, and why."""
-        names = [name for name in algorithms(op, "cuda") if name != "plain"]
-        asked = algorithm or self.chooser.asked(op)
-        if x.dtype not in DTYPES:
-            reason = f"no kernel takes {x.dtype}"
-        elif SYMMETRIC[0] in self.barred() and isinstance(self.engine, Native):
+        if dtype in DTYPES and SYMMETRIC[0] in self.barred() and isinstance(self.engine, Native):
             reason = self.barred()[SYMMETRIC[0]]
-        if reason:
-            return dict.fromkeys(names, reason)
-        bars = {name: "it is not part of the ops" for name in names if name not in KERNELS[op]}
-        if "multimem" in names and asked != "multimem":
-            bars["multimem"] = "it adds in the switch's order, not in rank order: ask for it"
-        elif "multimem" in names and shared % 4:
-            bars["multimem"] = f"N is {shared}, no multiple of 4"
-        return bars
+        asked = algorithm or self.chooser.asked(op)
+        return unfit(op, shared, dtype, asked, reason)
 
 
 def key_of(*facts: Any) -> tuple[Any, ...]:

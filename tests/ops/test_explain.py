@@ -54,9 +54,20 @@ def test_it_prints_every_algorithm_and_is_data(op, machine):
     data = json.loads(json.dumps(found.to_dict()))
     assert data["choice"]["algorithm"] == found.choice.algorithm
     assert {t["algorithm"] for t in data["timings"]} == set(algorithms(op, "cuda"))
-    if machine.startswith("L20") and op == REDUCE:
-        multimem = next(t for t in found.timings if t.algorithm == "multimem")
-        assert (multimem.us, multimem.basis) == (None, "the link has no such transport")
+    barred = {t.algorithm: t.basis for t in found.timings if t.us is None}
+    wanted = {SCATTER: {"signal"}, REDUCE: {"signal", "multimem"}}
+    assert set(barred) == wanted.get(op, set())
+    assert all("ask for it" in why or "not part of the ops" in why for why in barred.values())
+
+
+def test_what_must_be_asked_for_is_told_and_can_be():
+    arguments = (REDUCE, ((1024, 4096), (4096, 4096)), 8)
+    options = {"dtype": torch.bfloat16, "device": "cuda", "machine": "H100"}
+    found = explain(*arguments, algorithm="multimem", **options)
+    assert (found.choice.algorithm, found.choice.basis) == ("multimem", "argument")
+    assert next(t for t in found.timings if t.algorithm == "multimem").us
+    with pytest.raises(InvalidArgument, match="signal.*cannot run: it is not part of the ops"):
+        explain(*arguments, algorithm="signal", **options)
 
 
 def test_a_small_shape_says_that_the_overhead_is_not_worth_it():
