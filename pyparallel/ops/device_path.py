@@ -93,8 +93,9 @@ class DevicePath:
         rows, k = sum(sizes), x.shape[1]
         least_n = min(w.shape[0] for w in weights)
         _, n, fits = self._agree(note, k, least_n, (*weights,))
-        config = self._config("all_gather_gemm", tuple(sizes), n, k, x.dtype, fits)
         row_bytes = k * x.element_size()
+        fits = fits and row_bytes % 16 == 0  # gathered rows lie side by side
+        config = self._config("all_gather_gemm", tuple(sizes), n, k, x.dtype, fits)
 
         def layout() -> AllGatherLayout:
             most = _power_of_two(rows)

@@ -24,7 +24,6 @@ from pyparallel.triton_kernels.gemm import TileConfig
 pytestmark = pytest.mark.timeout(300)  # a busy machine's first compilation
 
 AMPERE = TileConfig(128, 128, 64, num_warps=8, num_stages=3)
-DECODE = TileConfig(16, 64, 128, num_warps=4, num_stages=4)
 LANES = TileConfig(64, 64, 32, num_warps=8, num_stages=3)
 HOPPER = TileConfig(128, 256, 64, num_warps=8, num_stages=3, descriptors=True)
 FP8 = TileConfig(128, 128, 128, num_warps=8, num_stages=4, descriptors=True)
@@ -35,10 +34,9 @@ INSTRUCTION = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 GATHERS = [
     (80, AMPERE, "bfloat16", 0, 1, False),
     (80, AMPERE, "float16", 16, 2, False),
-    (80, DECODE, "bfloat16", 16, 1, False),
     (80, LANES, "float32", 0, 1, False),
     (90, HOPPER, "bfloat16", 0, 1, False),
-    (90, HOPPER, "bfloat16", 16, 3, False),
+    (90, HOPPER, "bfloat16", 16, 2, False),
     (90, FP8, "float8_e4m3fn", 16, 1, True),
     (100, HOPPER, "bfloat16", 0, 1, False),
     (100, HOPPER, "float16", 16, 2, False),

@@ -143,6 +143,16 @@ def _far_apart(rank):
     assert torch.equal(far_out, out)
 
 
+def _column_tail(rank):
+    """576 columns in tiles of 128: the last tile is half outside, and nothing lies behind it."""
+    m, n, k = 5, 576, 33
+    a, b = _random(m, k), _random(n, k, seed=1)
+    whole = _poisoned(m + 1, n, torch.float32)
+    gemm(whole[:m], a, b, TileConfig(16, 128, 64, group_m=4, programs=2))
+    assert_within(whole[:m], a.double() @ b.double().T, limit_of(a, b, a @ b.T))
+    assert whole[m].isnan().all()
+
+
 def test_every_shape_and_dtype():
     run_ranks(_plain, 1, env=INTERPRETED)
 
@@ -153,6 +163,10 @@ def test_strides_and_offsets():
 
 def test_epilogues():
     run_ranks(_epilogues, 1, env=INTERPRETED)
+
+
+def test_a_tail_of_columns():
+    run_ranks(_column_tail, 1, env=INTERPRETED)
 
 
 def test_offsets_past_32_bits():

@@ -14,7 +14,7 @@ from pyparallel.triton_kernels import signals
 from tests.launch import run_ranks
 from tests.triton_kernels.bounds import INTERPRETED
 
-LONG = 20_000_000
+LONG = 60_000_000
 SHORT = 150_000
 
 
@@ -85,7 +85,7 @@ def _faults(rank):
             failure = signals.read_failure(seat.status)
             assert (failure.state, failure.step, failure.peer) == ("timed out", 7, 1)
             assert (failure.call, failure.expected >> 32, failure.seen >> 32) == (2, 2, 1)
-            assert 0.15 <= failure.waited_s <= waited < 5
+            assert 0.15 <= failure.waited_s <= waited < LONG / 1e6
             with pytest.raises(signals.DeviceWaitError) as caught:
                 signals.raise_failure(seat.status, "op", "tp", ("",) * 7 + ("wait for rows",))
             texts.append(str(caught.value))
@@ -101,20 +101,20 @@ def _faults(rank):
         seat.status[signals.ABORT.value] = 1
         started = time.monotonic()
         seat.take(1)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < LONG / 1e6
         texts.append(signals.read_failure(seat.status).text("op", "tp"))
         seat.memory.barrier()
         return texts
 
 
 def _one_record(rank):
-    """Two programs of one rank fail: one record, and the second does not wait for its deadline."""
+    """All programs of one rank fail: one record, and only the first waits for its deadline."""
     with Communicator.from_file(rank.rendezvous, rank.rank, rank.world_size) as group:
         seat = _Seat(group)
         out = torch.full((1, 64), -1)
         started = time.monotonic()
-        seat.kernels.take[(4,)](seat.table, out, seat.status, 0, 1, 1, 11, SHORT)
-        assert time.monotonic() - started < 3 * SHORT / 1e6 + 1
+        seat.kernels.take[(15,)](seat.table, out, seat.status, 0, 1, 1, 11, 1_000_000)
+        assert time.monotonic() - started < 12  # 15 if each waited for itself
         assert (out == -1).all()
         assert signals.read_failure(seat.status).peer == 0
 
