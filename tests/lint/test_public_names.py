@@ -13,7 +13,8 @@ PUBLIC = {
     "pyparallel.comm": """Communicator Recv Reduction Send SymmetricMemory Work premul_sum
         Aborted Closed CommError Interrupted InvalidArgument Mismatch NoMemory PeerLost
         SystemCallError Timeout Unsupported""",
-    "pyparallel.comm.nccl": """NcclCommunicator NcclConfig NcclMemory RawArray Registration Window
+    "pyparallel.comm.nccl": """NcclCommunicator NcclConfig NcclMemory NcclMemoryStats RawArray
+        Registration SignalWait Window
         group load nccl_info open_library unique_id NcclError NcclInternalError NcclInvalidArgument
         NcclInvalidUsage NcclRemoteError NcclResultError NcclSystemError NcclTimeout
         NcclUnhandledCudaError""",
