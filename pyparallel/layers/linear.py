@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyparallel import ops
+from pyparallel.comm.products import times_weight
 from pyparallel.errors import InvalidArgument
 from pyparallel.layers.module import InitMethod, ShardedModule
 from pyparallel.layers.parameters import REPLICATED, ParameterLayout, Part, assemble
 from pyparallel.layers.partition import Partition
 from pyparallel.layers.sequence import SequenceSharding, sharding_of
-from pyparallel.ops.library import rows_of
+from pyparallel.ops.library import is_direct, rows_of
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -286,7 +287,7 @@ class _LinearOfReplicated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: "Tensor | None", group: str) -> Tensor:
         ctx.group = group
         ctx.save_for_backward(x, weight)
-        return functional.linear(x, weight, bias)
+        return _product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -300,9 +301,16 @@ class _LinearOfReplicated(torch.autograd.Function):
 
 def _linear_of_replicated(x: Tensor, weight: Tensor, bias: "Tensor | None", group: str) -> Tensor:
     if not torch.is_grad_enabled():
-        return functional.linear(x, weight, bias)
+        return _product(x, weight, bias)
     y: Tensor = _LinearOfReplicated.apply(x, weight, bias, group)  # type: ignore[no-untyped-call]
     return y
+
+
+def _product(x: Tensor, weight: Tensor, bias: "Tensor | None") -> Tensor:
+    """torch's linear; few rows by the core's kernel, where only this call sees the tensors."""
+    if bias is None and is_direct(x, weight):
+        return times_weight(x, weight)
+    return functional.linear(x, weight, bias)
 
 
 def _partition(

@@ -136,6 +136,44 @@ def test_each_tensor_is_within_the_bound(world):
                 assert torch.equal(dx, ranks[0][mode][1])
 
 
+# --- few rows, as in decoding
+
+
+def few_rows(rank):
+    """Without and with autograd: the same bits."""
+    from pyparallel.comm import Communicator
+    from pyparallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    found = []
+    with Communicator.from_file(rank.rendezvous, rank.rank, rank.world_size) as group:
+        for dtype in DTYPES:
+            w, v, x = draw(5, [(512, 512), (512, 512), (3, 512)], dtype)
+            up, down = nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False)
+            up.weight, down.weight = nn.Parameter(w), nn.Parameter(v)
+            column = ColumnParallelLinear.from_linear(up, group)
+            row = RowParallelLinear.from_linear(down, group)
+            with torch.no_grad():
+                y = column(x)
+                z = row(y)
+            assert torch.equal(column(x).detach(), y)
+            assert torch.equal(row(y).detach(), z)
+            found.append((y, z))
+    return found
+
+
+def test_few_rows_are_the_same_with_and_without_gradients():
+    ranks = run_ranks(few_rows, 2)
+    for i, dtype in enumerate(DTYPES):
+        w, v, x = draw(5, [(512, 512), (512, 512), (3, 512)], dtype)
+        for me in range(2):
+            y, z = ranks[me][i]
+            assert_within(y, *product(x, own(w, me, 2)), f"y, rank {me}, {dtype}")
+            assert torch.equal(z, ranks[0][i][1])
+        ys = [found[i][0] for found in ranks]
+        parts = [(ys[r], own(v, r, 2, -1)) for r in range(2)]
+        assert_within(ranks[0][i][1], *product(torch.cat(ys, -1), v, parts), f"z, {dtype}")
+
+
 # --- variants, in float64
 
 
