@@ -135,7 +135,7 @@ def _agree(work: Work, place: Place) -> int:
     samples = _samples(work.model)
     mine = [_number(text), _number(repr(samples)), torch.initial_seed() % 2**48]
     everyone = _gathered(mine, place)
-    for column, what in ((0, "plans, names, shapes or dtypes"), (1, "values")):
+    for column, what in ((0, "plans, names, shapes, dtypes or kinds of devices"), (1, "values")):
         others = [rank for rank, row in enumerate(everyone) if row[column] != mine[column]]
         if not any(row[column] != everyone[0][column] for row in everyone):
             continue
@@ -171,9 +171,9 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")
 
 
-def _shapes(model: nn.Module) -> "list[tuple[str, tuple[int, ...], str, bool]]":
+def _shapes(model: nn.Module) -> "list[tuple[str, tuple[int, ...], str, str, bool]]":
     return [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        (name, tuple(p.shape), str(p.dtype), p.device.type, p.requires_grad)
         for name, p in model.named_parameters(remove_duplicate=False)
     ]
 

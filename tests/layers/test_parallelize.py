@@ -197,6 +197,9 @@ def bad(rank):
         other = {**PLAN, "norm": "summed"} if rank.rank else PLAN
         refused(plain.plain(), other, False, r"ranks differ in plans, names.*: \[")
         refused(plain.plain(seed=rank.rank), PLAN, False, r"ranks differ in values.*embed.weight")
+        with torch.device("meta" if rank.rank else "cpu"):
+            somewhere = plain.Plain().double()
+        refused(somewhere, PLAN, False, "kinds of devices")
         dims = SequenceSharding(dim=rank.rank)
         refused(plain.plain(), plain.SEQUENCE, dims, "ranks differ in plans")
         capped = plain.plain()
@@ -219,7 +222,7 @@ def bad(rank):
 
 
 def test_bad_input_raises_on_all_ranks_and_changes_nothing():
-    assert run_ranks(bad, 2) == [27, 27]
+    assert run_ranks(bad, 2) == [28, 28]
 
 
 def dropped(rank):
