@@ -253,13 +253,21 @@ def _best(candidates: Sequence[Candidate], where: str, basis: str) -> Choice:
     best = min(safe, key=lambda c: c.us or 0.0)
     if best is plain or (best.us or 0.0) > (plain.us or 0.0) * (1 - NOISE):
         others = [c for c in able if c is not plain]
-        near = min(others, key=lambda c: c.us or 0.0) if others else None
         text = "nothing is faster by more than noise"
-        if near is not None:
-            text += f": {near.algorithm} {near.us:.3g} us, plain {plain.us:.3g} us"
+        if others:
+            near = min(others, key=lambda c: c.us or 0.0)
+            text += f": {_against(near, plain, basis)}"
         return Choice("plain", f"{text} ({where})", basis, tuple(candidates))
-    text = f"{best.algorithm} {best.us:.3g} us, plain {plain.us:.3g} us ({where})"
+    text = f"{_against(best, plain, basis)} ({where})"
     return Choice(best.algorithm, text, basis, tuple(candidates))
+
+
+def _against(one: Candidate, plain: Candidate, basis: str) -> str:
+    if basis == "measured":
+        return f"{one.algorithm} {one.us:.3g} us, plain {plain.us:.3g} us"
+    # Predicted times are means over parts of weights that this call does not have.
+    ratio = (one.us or 0.0) / (plain.us or 1.0)
+    return f"{one.algorithm} takes {ratio:.2f} of plain's time over parts of all sizes"
 
 
 def _check(
@@ -363,10 +371,10 @@ def predicted(
 
 def _modelled_where(policy: Policy, device: str) -> str:
     if device == "cpu":
-        return f"predicted; {policy.points_from}"
+        return "predicted, not measured here"
     if not policy.machine:
         return "the model does not know this chip"
-    return f"predicted for {policy.machine}; {policy.points_from}"
+    return f"predicted for {policy.machine}"
 
 
 def _mean(values: Sequence[float]) -> float:
