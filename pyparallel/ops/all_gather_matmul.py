@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -29,6 +30,7 @@ from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 from pyparallel.ops.outputs import define_out, into_out
+from pyparallel.ops.scaled import all_gather_scaled, is_scaled, refuse_with_scales
 
 __all__ = ["all_gather_matmul"]
 
@@ -253,6 +255,9 @@ def all_gather_matmul(
     save_gathered: bool = True,
     algorithm: str | None = None,
     main_grad: "Tensor | Sequence[Tensor | None] | None" = None,
+    x_scale: Tensor | None = None,
+    weight_scale: "Tensor | Sequence[Tensor] | None" = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
     """`all_gather(x) @ weight.T + bias`: the first half of a tensor-parallel block. Collective.
 
@@ -272,6 +277,10 @@ def all_gather_matmul(
         algorithm: one of docs/ops.md; by default the one that explain() tells. Alike on all ranks.
         main_grad: float32 [N, K] buffer(s) that weight gradients are added to; the weight's own
             `.grad` then stays None.
+        x_scale, weight_scale: of float8_e4m3fn operands, on CUDA; float32, one value or one for
+            each row (see ops/scaled.py); a list of weight_scale for a list of weights. Without
+            derivative.
+        out_dtype: of the result of such operands; bfloat16 by default.
 
     Returns:
         [..., M, N], or a list of one for each weight; with return_gathered a pair of that and the
@@ -289,6 +298,15 @@ def all_gather_matmul(
     biased = [i for i, b in enumerate(biases) if b is not None]
     given = [b for b in biases if b is not None]
     sizes = None if shard_sizes is None else list(shard_sizes)
+    if is_scaled(x_scale, weight_scale, out_dtype):
+        without = {"out": out, "main_grad": main_grad, "gather_dim": gather_dim or None}
+        refuse_with_scales(_NAME, group, {**without, "return_gathered": return_gathered or None})
+        scales = list(weight_scale) if listed and weight_scale is not None else [weight_scale]
+        name = group_name(group)
+        products = all_gather_scaled(
+            x, weights, biases, x_scale, scales, group, name, sizes, out_dtype, algorithm
+        )
+        return products if listed else products[0]
     if out is not None:
         if return_gathered:
             error = InvalidArgument("out= does not take the gathered x; leave return_gathered out")

@@ -46,8 +46,10 @@ def check_floats(tensors: "dict[str, Tensor | None]", misfits: Misfits) -> None:
         if first is None:
             first = name, x
             if x.dtype in FP8:
-                where = "this call takes no scales"
-                misfits.add(f"{name} has dtype {x.dtype}, for which {where}; pass {FLOATS}")
+                misfits.add(
+                    f"{name} has dtype {x.dtype}; with x_scale= and weight_scale= the GEMM ops "
+                    "take it, on CUDA devices"
+                )
             elif x.dtype not in FLOATS:
                 names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
                 misfits.add(f"{name} has dtype {x.dtype}; expected one of {names}")

@@ -85,8 +85,16 @@ class DevicePath:
         sizes: Sequence[int],
         note: str,
         algorithm: str,
+        *,
+        x_scale: Tensor | None = None,
+        column_scales: Sequence[Tensor] | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """The products, and the gathered x, valid until the next call."""
+        """The products, and the gathered x, valid until the next call.
+
+        Scales, float32, of fp8: x_scale of each row of x, column_scales of each weight's rows, or
+        one value.
+        """
         from pyparallel.triton_kernels.all_gather_gemm import WAITS, all_gather_gemm
         from pyparallel.triton_kernels.all_gather_plan import AllGatherLayout, candidates
 
@@ -118,7 +126,7 @@ class DevicePath:
             for c in candidates(config, tuple(sizes), row_bytes, workspace.layout)
             if not c.excluded and (c.plan.pullers > 0) == pulled
         ]
-        outs = [x.new_empty((rows, w.shape[0])) for w in weights]
+        outs = [x.new_empty((rows, w.shape[0]), dtype=out_dtype or x.dtype) for w in weights]
         self._raise_failure(workspace, "all_gather_matmul", WAITS)
         gathered = all_gather_gemm(
             outs,
@@ -128,6 +136,8 @@ class DevicePath:
             _shards(tuple(sizes), str(self._device)),
             min(plans, key=lambda plan: plan.chunk_rows),
             biases=[None if b is None else b.contiguous() for b in biases],
+            x_scale=x_scale,
+            column_scales=column_scales,
             timeout_s=self._communicator.timeout,
             copy_stream=None if pulled else self._stream("copies"),
         )
@@ -135,9 +145,17 @@ class DevicePath:
         return outs, gathered
 
     def matmul_reduce_scatter(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], note: str
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sizes: Sequence[int],
+        note: str,
+        *,
+        scales: "tuple[Tensor | None, Tensor | None]" = (None, None),
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """This rank's rows of the sum, bias added."""
+        """This rank's rows of the sum, bias added. Scales of x's and of the weight's rows."""
         from pyparallel.triton_kernels.gemm_reduce_scatter import (
             OP,
             gemm_reduce_scatter,
@@ -157,7 +175,7 @@ class DevicePath:
             ),
             note,
         )
-        out = x.new_empty((sizes[self._communicator.rank], n))
+        out = x.new_empty((sizes[self._communicator.rank], n), dtype=out_dtype or x.dtype)
         self._raise_failure(workspace, "matmul_reduce_scatter", STEPS)
         gemm_reduce_scatter(
             out,
@@ -167,6 +185,8 @@ class DevicePath:
             workspace,
             config,
             bias=None if bias is None else bias.contiguous(),
+            row_scale=scales[0],
+            column_scale=scales[1],
             timeout_us=self._timeout_us,
         )
         self._raise_failure(workspace, "matmul_reduce_scatter", STEPS)
@@ -180,12 +200,16 @@ class DevicePath:
         norm: NormOf | None,
         note: str,
         algorithm: str,
+        *,
+        scales: "tuple[Tensor | None, Tensor | None]" = (None, None),
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The sum with bias and None; with `norm` its norm, and the sum with bias and residual."""
         from pyparallel.triton_kernels import gemm_all_reduce as kernel
         from pyparallel.triton_kernels.slots import STEPS, tiles_of
 
         m, n, world = x.shape[0], weight.shape[0], self._communicator.world_size
+        dtype = out_dtype or x.dtype
         k, _, fits = self._agree(note, x.shape[1], n, (x, weight))
         config = self._config(kernel.problem_op(algorithm), (m,), n, k, x.dtype, fits)
         shards = _shards_of(algorithm, m, world, config, str(self._device))
@@ -193,7 +217,7 @@ class DevicePath:
         tiles = tiles_of(max(shards.sizes), n, config.block_m, config.block_n)
         results = 0 if algorithm == kernel.ONE_SHOT else m
         workspace = self._space(
-            ("all_reduce", algorithm, n, x.dtype),
+            ("all_reduce", algorithm, n, dtype),
             lambda made: made.rows >= most and made.tiles >= tiles and made.result_rows >= results,
             lambda: kernel.layout_of(
                 world,
@@ -201,18 +225,18 @@ class DevicePath:
                 n,
                 self._configs(config, kernel.problem_op(algorithm), n),
                 (algorithm,),
-                result_dtype=x.dtype,
+                result_dtype=dtype,
             ),
             note,
         )
-        memory = self._spaces["all_reduce", algorithm, n, x.dtype][0]
+        memory = self._spaces["all_reduce", algorithm, n, dtype][0]
         multicast = memory.multicast_pointer(workspace.memory)
         if algorithm == kernel.MULTIMEM and not multicast and x.is_cuda:
             raise InvalidArgument(
                 "matmul_all_reduce: algorithm is 'multimem', but this group's memory has no "
                 f"multicast address ({memory.explain()}); use two_shot"
             )
-        out = x.new_empty((m, n))
+        out = x.new_empty((m, n), dtype=dtype)
         hidden = None if norm is None else x.new_empty((m, n))
         self._raise_failure(workspace, "matmul_all_reduce", STEPS)
         kernel.gemm_all_reduce(
@@ -228,6 +252,8 @@ class DevicePath:
             norm=None
             if norm is None or hidden is None
             else kernel.Norm(hidden, norm.weight.contiguous(), norm.eps),
+            row_scale=scales[0],
+            column_scale=scales[1],
             multicast=multicast,
             timeout_us=self._timeout_us,
         )

@@ -89,7 +89,7 @@ class Seat:
         is not the first; `not_fused` why no kernel can do all of this call.
         """
         device = x.device.type
-        if device == "cpu" and self._is_interpreted(op, algorithm):
+        if device == "cpu" and self.is_interpreted(op, algorithm):
             device = "cuda"
         if self.world_size == 1:
             if algorithm is not None:  # of a group that may be larger elsewhere: a known one
@@ -128,7 +128,7 @@ class Seat:
         self.plans[key] = plan
         return plan
 
-    def _is_interpreted(self, op: str, algorithm: str | None) -> bool:
+    def is_interpreted(self, op: str, algorithm: str | None) -> bool:
         """Whether a CPU call names a kernel, and Triton's interpreter can run it."""
         if not _INTERPRETED:
             return False
@@ -181,11 +181,15 @@ def group_name(group: Any) -> str:
     return seat_of(group).name
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def place_of(name: str) -> tuple[int, int]:
     """(rank, world size) in the group of that name: constants, where a call is compiled."""
     seat = seat_of(name)
     return seat.rank, seat.world_size
+
+
+# What torch.compiler.assume_constant_result sets (torch 2.9 to 2.14); calling it would import the
+# compiler, which takes seconds, into every process that never compiles.
+place_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _seat_of_name(name: str) -> Seat:

@@ -16,6 +16,7 @@ Saved: x and w. Backward communicates nothing.
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyparallel.comm.products import part_times_weight
@@ -27,6 +28,7 @@ from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 from pyparallel.ops.outputs import define_out, into_out
+from pyparallel.ops.scaled import all_reduce_scaled, is_scaled, refuse_with_scales
 
 __all__ = ["matmul_all_reduce"]
 
@@ -157,6 +159,9 @@ def matmul_all_reduce(
     out: Tensor | None = None,
     algorithm: str | None = None,
     main_grad: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The sum over ranks of `x @ weight.T`, plus `bias`, the same bits on every rank. Collective.
 
@@ -171,6 +176,9 @@ def matmul_all_reduce(
         algorithm: one of docs/ops.md; by default the one that explain() tells. Alike on all ranks.
         main_grad: float32 [N, K] buffer that the weight gradient is added to; the weight's own
             `.grad` then stays None.
+        x_scale, weight_scale: of float8_e4m3fn operands, on CUDA; float32, one value or one for
+            each row (see ops/scaled.py). Without derivative.
+        out_dtype: of the result of such operands; bfloat16 by default.
 
     Returns:
         [..., N]. Partial products are rounded to the dtype and then added in rank order (16-bit
@@ -179,6 +187,12 @@ def matmul_all_reduce(
     Raises:
         ValueError: on every rank, where one rank's arguments cannot work or ranks disagree.
     """
+    if is_scaled(x_scale, weight_scale, out_dtype):
+        refuse_with_scales(_NAME, group, {"out": out, "main_grad": main_grad})
+        name = group_name(group)
+        return all_reduce_scaled(
+            x, weight, bias, x_scale, weight_scale, group, name, out_dtype, algorithm
+        )
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
     if out is not None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyparallel.comm.products import part_times_weight
@@ -27,6 +28,7 @@ from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 from pyparallel.ops.outputs import define_out, into_out
+from pyparallel.ops.scaled import is_scaled, reduce_scatter_scaled, refuse_with_scales
 
 __all__ = ["matmul_reduce_scatter"]
 
@@ -223,6 +225,9 @@ def matmul_reduce_scatter(
     out: Tensor | None = None,
     algorithm: str | None = None,
     main_grad: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """This rank's shard of the sum over ranks of `x @ weight.T`, plus `bias`. Collective.
 
@@ -240,6 +245,9 @@ def matmul_reduce_scatter(
         algorithm: one of docs/ops.md; by default the one that explain() tells. Alike on all ranks.
         main_grad: float32 [N, K] buffer that the weight gradient is added to; the weight's own
             `.grad` then stays None.
+        x_scale, weight_scale: of float8_e4m3fn operands, on CUDA; float32, one value or one for
+            each row (see ops/scaled.py). Without derivative.
+        out_dtype: of the result of such operands; bfloat16 by default.
 
     Returns:
         [..., N] with scatter_dim of this rank's size. Partial products are rounded to the dtype
@@ -248,9 +256,17 @@ def matmul_reduce_scatter(
     Raises:
         ValueError: on every rank, where one rank's arguments cannot work or ranks disagree.
     """
+    sizes = None if shard_sizes is None else list(shard_sizes)
+    if is_scaled(x_scale, weight_scale, out_dtype):
+        refuse_with_scales(
+            _NAME, group, {"out": out, "main_grad": main_grad, "scatter_dim": scatter_dim or None}
+        )
+        name = group_name(group)
+        return reduce_scatter_scaled(
+            x, weight, bias, x_scale, weight_scale, group, name, sizes, out_dtype, algorithm
+        )
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
-    sizes = None if shard_sizes is None else list(shard_sizes)
     if out is not None:
         written: Tensor = into_out(
             _NAME,

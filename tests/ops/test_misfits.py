@@ -18,6 +18,10 @@ def x(*shape, dtype=torch.float32):
     return torch.randn(*shape).to(dtype)
 
 
+def fp8(*shape):
+    return x(*shape).to(torch.float8_e4m3fn)
+
+
 # name -> (call of a rank that is right, call of rank 1 that is wrong, what all read)
 def wrong_on_one(ops):
     return {
@@ -51,7 +55,41 @@ def wrong_on_one(ops):
             lambda g: ops.matmul_all_reduce(
                 x(3, 4).to(torch.float8_e4m3fn), x(5, 4).to(torch.float8_e4m3fn), g
             ),
-            r"x has dtype torch.float8_e4m3fn",
+            r"x has dtype torch.float8_e4m3fn; with x_scale= and weight_scale=",
+        ),
+        "fp8 with scales on the CPU": (
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g),
+            lambda g: ops.matmul_all_reduce(
+                fp8(3, 4), fp8(5, 4), g, x_scale=torch.ones(1), weight_scale=torch.ones(5)
+            ),
+            r"x is on cpu: torch.float8_e4m3fn is multiplied on CUDA devices only",
+        ),
+        "scales of another shape": (
+            lambda g: ops.all_gather_matmul(x(3, 4), x(5, 4), g),
+            lambda g: ops.all_gather_matmul(
+                fp8(3, 4), fp8(5, 4), g, x_scale=torch.ones(4), weight_scale=torch.ones(1).double()
+            ),
+            r"x_scale has shape \[4\]; expected one value, or \[3, 1\] or \[3\].*"
+            r"weight_scale has dtype torch.float64",
+        ),
+        "scales of float32": (
+            lambda g: ops.matmul_reduce_scatter(x(6, 4), x(5, 4), g),
+            lambda g: ops.matmul_reduce_scatter(
+                x(6, 4), x(5, 4), g, x_scale=torch.ones(1), weight_scale=torch.ones(1)
+            ),
+            r"x has dtype torch.float32; scales and out_dtype go with torch.float8_e4m3fn",
+        ),
+        "one scale only": (
+            lambda g: ops.matmul_reduce_scatter(x(6, 4), x(5, 4), g),
+            lambda g: ops.matmul_reduce_scatter(fp8(6, 4), fp8(5, 4), g, x_scale=torch.ones(1)),
+            r"x, weight, x_scale and weight_scale are Tensor, Tensor, Tensor, NoneType",
+        ),
+        "scales and out": (
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g),
+            lambda g: ops.matmul_all_reduce(
+                fp8(3, 4), fp8(5, 4), g, out=x(3, 5), out_dtype=torch.float32
+            ),
+            r"with scales or out_dtype there is no out",
         ),
         "rows that do not divide": (
             lambda g: ops.matmul_reduce_scatter(x(6, 4), x(5, 4), g),
