@@ -30,7 +30,7 @@ from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 from pyparallel.ops.outputs import define_out, into_out
-from pyparallel.ops.scaled import all_gather_scaled, is_scaled, refuse_with_scales
+from pyparallel.ops.scaled import is_scaled, refuse_with_scales, scaled
 
 __all__ = ["all_gather_matmul"]
 
@@ -302,9 +302,12 @@ def all_gather_matmul(
         without = {"out": out, "main_grad": main_grad, "gather_dim": gather_dim or None}
         refuse_with_scales(_NAME, group, {**without, "return_gathered": return_gathered or None})
         scales = list(weight_scale) if listed and weight_scale is not None else [weight_scale]
-        name = group_name(group)
-        products = all_gather_scaled(
-            x, weights, biases, x_scale, scales, group, name, sizes, out_dtype, algorithm
+        products = scaled(
+            _NAME,
+            group,
+            [x, *weights, x_scale, *scales],
+            *(x, weights, given, biased, x_scale, scales, group_name(group)),
+            *(sizes, out_dtype or torch.bfloat16, algorithm),
         )
         return products if listed else products[0]
     if out is not None:

@@ -21,13 +21,13 @@ from pyparallel.comm import Communicator, SymmetricMemory
 from pyparallel.errors import InvalidArgument
 from pyparallel.ops.choosing import algorithms
 
-__all__ = ["DTYPES", "KERNELS", "DevicePath", "NormOf", "unfit"]
+__all__ = ["DTYPES", "KERNELS", "DevicePath", "NormOf", "chosen_config", "shards_on", "unfit"]
 
 # Algorithms that this file launches; names as designs.py has them.
 KERNELS = {
     "all_gather_matmul": ("copies", "pull"),
-    "matmul_reduce_scatter": ("push",),
-    "matmul_all_reduce": ("one_shot", "two_shot", "multimem"),
+    "matmul_reduce_scatter": ("push", "signal"),
+    "matmul_all_reduce": ("one_shot", "two_shot", "multimem", "signal"),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -46,6 +46,8 @@ def unfit(
     if reason:
         return dict.fromkeys(names, reason)
     bars = {name: "it is not part of the ops" for name in names if name not in KERNELS[op]}
+    if dtype is torch.float8_e4m3fn and "signal" in names:
+        bars["signal"] = f"it rounds parts to the dtype of x, which is {dtype}"
     if "multimem" in names and asked != "multimem":
         bars["multimem"] = "it adds in the switch's order, not in rank order: ask for it"
     elif "multimem" in names and shared % 4:
@@ -100,7 +102,7 @@ class DevicePath:
 
         rows, k = sum(sizes), x.shape[1]
         least_n = min(w.shape[0] for w in weights)
-        _, n, fits = self._agree(note, k, least_n, (*weights,))
+        _, n, fits = self.agree(note, k, least_n, (*weights,))
         row_bytes = k * x.element_size()
         fits = fits and row_bytes % 16 == 0  # gathered rows lie side by side
         config = self._config("all_gather_gemm", tuple(sizes), n, k, x.dtype, fits)
@@ -127,21 +129,21 @@ class DevicePath:
             if not c.excluded and (c.plan.pullers > 0) == pulled
         ]
         outs = [x.new_empty((rows, w.shape[0]), dtype=out_dtype or x.dtype) for w in weights]
-        self._raise_failure(workspace, "all_gather_matmul", WAITS)
+        self.raise_failure(workspace, "all_gather_matmul", WAITS)
         gathered = all_gather_gemm(
             outs,
             x,
             weights,
             workspace,
-            _shards(tuple(sizes), str(self._device)),
+            shards_on(tuple(sizes), str(self._device)),
             min(plans, key=lambda plan: plan.chunk_rows),
             biases=[None if b is None else b.contiguous() for b in biases],
             x_scale=x_scale,
             column_scales=column_scales,
             timeout_s=self._communicator.timeout,
-            copy_stream=None if pulled else self._stream("copies"),
+            copy_stream=None if pulled else self.stream("copies"),
         )
-        self._raise_failure(workspace, "all_gather_matmul", WAITS)
+        self.raise_failure(workspace, "all_gather_matmul", WAITS)
         return outs, gathered
 
     def matmul_reduce_scatter(
@@ -164,7 +166,7 @@ class DevicePath:
         from pyparallel.triton_kernels.slots import STEPS, tiles_of
 
         n, most = weight.shape[0], max(sizes)
-        k, _, fits = self._agree(note, x.shape[1], n, (x, weight))
+        k, _, fits = self.agree(note, x.shape[1], n, (x, weight))
         config = self._config(OP, tuple(sizes), n, k, x.dtype, fits)
         tiles = tiles_of(most, n, config.block_m, config.block_n)
         workspace = self._space(
@@ -176,20 +178,20 @@ class DevicePath:
             note,
         )
         out = x.new_empty((sizes[self._communicator.rank], n), dtype=out_dtype or x.dtype)
-        self._raise_failure(workspace, "matmul_reduce_scatter", STEPS)
+        self.raise_failure(workspace, "matmul_reduce_scatter", STEPS)
         gemm_reduce_scatter(
             out,
             x,
             weight,
-            _shards(tuple(sizes), str(self._device)),
+            shards_on(tuple(sizes), str(self._device)),
             workspace,
             config,
             bias=None if bias is None else bias.contiguous(),
             row_scale=scales[0],
             column_scale=scales[1],
-            timeout_us=self._timeout_us,
+            timeout_us=self.timeout_us,
         )
-        self._raise_failure(workspace, "matmul_reduce_scatter", STEPS)
+        self.raise_failure(workspace, "matmul_reduce_scatter", STEPS)
         return out
 
     def matmul_all_reduce(
@@ -210,7 +212,7 @@ class DevicePath:
 
         m, n, world = x.shape[0], weight.shape[0], self._communicator.world_size
         dtype = out_dtype or x.dtype
-        k, _, fits = self._agree(note, x.shape[1], n, (x, weight))
+        k, _, fits = self.agree(note, x.shape[1], n, (x, weight))
         config = self._config(kernel.problem_op(algorithm), (m,), n, k, x.dtype, fits)
         shards = _shards_of(algorithm, m, world, config, str(self._device))
         most = m if algorithm == kernel.MULTIMEM else max(shards.sizes)
@@ -238,7 +240,7 @@ class DevicePath:
             )
         out = x.new_empty((m, n), dtype=dtype)
         hidden = None if norm is None else x.new_empty((m, n))
-        self._raise_failure(workspace, "matmul_all_reduce", STEPS)
+        self.raise_failure(workspace, "matmul_all_reduce", STEPS)
         kernel.gemm_all_reduce(
             out,
             x,
@@ -255,16 +257,14 @@ class DevicePath:
             row_scale=scales[0],
             column_scale=scales[1],
             multicast=multicast,
-            timeout_us=self._timeout_us,
+            timeout_us=self.timeout_us,
         )
-        self._raise_failure(workspace, "matmul_all_reduce", STEPS)
+        self.raise_failure(workspace, "matmul_all_reduce", STEPS)
         return out, hidden
 
     # --- agreeing and choosing
 
-    def _agree(
-        self, note: str, k: int, n: int, operands: Sequence[Tensor]
-    ) -> tuple[int, int, bool]:
+    def agree(self, note: str, k: int, n: int, operands: Sequence[Tensor]) -> tuple[int, int, bool]:
         """The least K and N of any rank, and whether descriptors can load every rank's operands."""
         from pyparallel.triton_kernels.gemm import fits_descriptor
 
@@ -277,7 +277,7 @@ class DevicePath:
     def _config(
         self, op: str, rows: tuple[int, ...], n: int, k: int, dtype: torch.dtype, fits: bool
     ) -> Any:
-        return _chosen(op, rows, n, k, str(dtype).removeprefix("torch."), fits, str(self._device))
+        return chosen_config(op, rows, n, k, dtype, fits, self._device)
 
     def _configs(self, config: Any, op: str, n: int) -> list[Any]:
         """`config` and the smallest tiles that a later call may choose, so that flags suffice."""
@@ -313,7 +313,7 @@ class DevicePath:
         self._spaces[key] = (memory, workspace)
         return workspace
 
-    def _stream(self, name: str) -> "torch.cuda.Stream | None":
+    def stream(self, name: str) -> "torch.cuda.Stream | None":
         if self._device.type != "cuda":
             return None
         if name not in self._streams:
@@ -321,14 +321,27 @@ class DevicePath:
         return self._streams[name]
 
     @property
-    def _timeout_us(self) -> int:
+    def timeout_us(self) -> int:
         return min(int(self._communicator.timeout * 1e6), 2**31 - 1)
 
-    def _raise_failure(self, workspace: Any, op: str, steps: tuple[str, ...]) -> None:
+    def raise_failure(self, workspace: Any, op: str, steps: tuple[str, ...]) -> None:
         """What a kernel of this call (interpreted) or of an earlier one (on CUDA) has recorded."""
         from pyparallel.triton_kernels.signals import raise_failure
 
         raise_failure(workspace.status, op, self._communicator.name, steps)
+
+
+def chosen_config(
+    op: str,
+    rows: tuple[int, ...],
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    fits: bool,
+    device: torch.device,
+) -> Any:
+    """The tiles for a problem, a pure function of what ranks have agreed on."""
+    return _chosen(op, rows, n, k, str(dtype).removeprefix("torch."), fits, str(device))
 
 
 @lru_cache(maxsize=4096)
@@ -343,7 +356,8 @@ def _chosen(
 
 
 @lru_cache(maxsize=256)
-def _shards(sizes: tuple[int, ...], device: str) -> Any:
+def shards_on(sizes: tuple[int, ...], device: str) -> Any:
+    """The rows of each rank, as kernels take them: with a table on the device."""
     from pyparallel.triton_kernels.all_gather_plan import Shards
 
     return Shards(sizes, device)

@@ -22,8 +22,9 @@ from pyparallel.comm import Communicator
 from pyparallel.comm.torch_backend import communicator_of
 from pyparallel.errors import InvalidArgument
 from pyparallel.ops.choosing import Chooser
-from pyparallel.ops.device_path import DTYPES, KERNELS, DevicePath, unfit
+from pyparallel.ops.device_path import KERNELS, DevicePath, unfit
 from pyparallel.ops.engines import SYMMETRIC, Alone, Engine, Native, Torch, Unserved
+from pyparallel.ops.grouped_path import GroupedPath
 
 __all__ = ["Group", "Seat", "group_name", "key_of", "place_of", "seat_of"]
 
@@ -42,6 +43,7 @@ class Seat:
         self.engine = engine
         self._device_engine = device_engine
         self._device_paths: dict[torch.device, DevicePath] = {}
+        self._grouped_paths: dict[torch.device, GroupedPath] = {}
         self.rank = engine.rank
         self.world_size = engine.world_size
         self.chooser = Chooser(engine.meeting)
@@ -60,6 +62,14 @@ class Seat:
             meeting = self.engine.meeting
             assert meeting is not None, "a group of one rank has no fused kernels"
             found = self._device_paths[device] = DevicePath(meeting, device)
+        return found
+
+    def grouped_path(self, x: torch.Tensor) -> GroupedPath:
+        """The kernels with an ordinary collective behind each group of tiles."""
+        found = self._grouped_paths.get(x.device)
+        if found is None:
+            found = GroupedPath(self.device_path(x.device), self.engine_of(x))
+            self._grouped_paths[x.device] = found
         return found
 
     def barred(self, note: str = "") -> Mapping[str, str]:
@@ -138,10 +148,12 @@ class Seat:
         self, op: str, shared: int, dtype: torch.dtype, algorithm: str | None, reason: str = ""
     ) -> dict[str, str]:
         """Which of an accelerator's algorithms cannot take this call, and why."""
-        if dtype in DTYPES and SYMMETRIC[0] in self.barred() and isinstance(self.engine, Native):
-            reason = self.barred()[SYMMETRIC[0]]
         asked = algorithm or self.chooser.asked(op)
-        return unfit(op, shared, dtype, asked, reason)
+        bars = unfit(op, shared, dtype, asked, reason)
+        if isinstance(self.engine, Native) and SYMMETRIC[0] in self.barred():
+            why = self.barred()[SYMMETRIC[0]]
+            bars = {**{name: why for name in KERNELS[op] if name != "signal"}, **bars}
+        return bars
 
 
 def key_of(*facts: Any) -> tuple[Any, ...]:

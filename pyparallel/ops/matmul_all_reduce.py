@@ -28,7 +28,7 @@ from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 from pyparallel.ops.outputs import define_out, into_out
-from pyparallel.ops.scaled import all_reduce_scaled, is_scaled, refuse_with_scales
+from pyparallel.ops.scaled import is_scaled, refuse_with_scales, scaled
 
 __all__ = ["matmul_all_reduce"]
 
@@ -85,6 +85,10 @@ def summed_product(
         y = part_times_weight(x, weight)
         engine.note(note)
         y = engine.all_reduce(y, "sum")
+    elif chosen == "signal":
+        flat = x.reshape(rows, x.shape[-1])
+        y = seat.grouped_path(x).matmul_all_reduce(flat, weight, bias, note).view(shape)
+        bias = None  # it has been added
     elif chosen in KERNELS[_NAME]:
         kernels = seat.device_path(x.device)
         y, h = kernels.matmul_all_reduce(
@@ -189,10 +193,14 @@ def matmul_all_reduce(
     """
     if is_scaled(x_scale, weight_scale, out_dtype):
         refuse_with_scales(_NAME, group, {"out": out, "main_grad": main_grad})
-        name = group_name(group)
-        return all_reduce_scaled(
-            x, weight, bias, x_scale, weight_scale, group, name, out_dtype, algorithm
+        total: Tensor = scaled(
+            _NAME,
+            group,
+            [x, weight, x_scale, weight_scale],
+            *(x, weight, bias, x_scale, weight_scale, group_name(group)),
+            *(out_dtype or torch.bfloat16, algorithm),
         )
+        return total
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
     if out is not None:

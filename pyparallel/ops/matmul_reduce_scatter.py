@@ -28,7 +28,7 @@ from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, is_direct, library_op, rows_of
 from pyparallel.ops.main_grad import into_main_grad
 from pyparallel.ops.outputs import define_out, into_out
-from pyparallel.ops.scaled import is_scaled, reduce_scatter_scaled, refuse_with_scales
+from pyparallel.ops.scaled import is_scaled, refuse_with_scales, scaled
 
 __all__ = ["matmul_reduce_scatter"]
 
@@ -95,6 +95,11 @@ def _run(
     chosen = seat.choose(_NAME, rows, n, xs[0], algorithm, note, not_first, several)
     inner = prod(lead[1:])
     own_shape = (sizes[seat.rank], *lead[1:], n)
+    if chosen == "signal":
+        row_sizes = [size * inner for size in sizes]
+        flat = xs[0].reshape(rows, xs[0].shape[-1])
+        path = seat.grouped_path(flat)
+        return path.matmul_reduce_scatter(flat, weights[0], bias, row_sizes, note).view(own_shape)
     if chosen in KERNELS[_NAME]:
         return (
             seat.device_path(xs[0].device)
@@ -117,10 +122,10 @@ def _run(
         engine.note(note)
         shard = engine.reduce_scatter(partial, dim, sizes)
     else:
-        path = seat.engine.host_path
-        assert path is not None, chosen
+        host = seat.engine.host_path
+        assert host is not None, chosen
         chunk = chunk_rows_of(n, xs[0].dtype) if chosen == "chunked" else rows
-        shard = path.matmul_reduce_scatter(
+        shard = host.matmul_reduce_scatter(
             [x.reshape(rows, x.shape[-1]) for x in xs],
             weights,
             None if addend is None else addend.reshape(rows, n),
@@ -261,10 +266,14 @@ def matmul_reduce_scatter(
         refuse_with_scales(
             _NAME, group, {"out": out, "main_grad": main_grad, "scatter_dim": scatter_dim or None}
         )
-        name = group_name(group)
-        return reduce_scatter_scaled(
-            x, weight, bias, x_scale, weight_scale, group, name, sizes, out_dtype, algorithm
+        rows: Tensor = scaled(
+            _NAME,
+            group,
+            [x, weight, x_scale, weight_scale],
+            *(x, weight, bias, x_scale, weight_scale, group_name(group)),
+            *(sizes, out_dtype or torch.bfloat16, algorithm),
         )
+        return rows
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
     if out is not None:

@@ -21,13 +21,7 @@ from pyparallel.ops.device_path import KERNELS
 from pyparallel.ops.groups import Seat, seat_of
 from pyparallel.ops.library import define, library_op
 
-__all__ = [
-    "all_gather_scaled",
-    "all_reduce_scaled",
-    "is_scaled",
-    "reduce_scatter_scaled",
-    "refuse_with_scales",
-]
+__all__ = ["is_scaled", "refuse_with_scales", "scaled"]
 
 FP8 = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -317,93 +311,16 @@ define(
 # --- what the public functions call
 
 
-def _call(op: str, group: Any, tensors: Sequence[Any], call: Any) -> Any:
-    """Refuses what the schema could not even take; then through torch's dispatcher."""
+def scaled(op: str, group: Any, tensors: Sequence[Any], *args: Any) -> Any:
+    """The op of that name with scales; `args` are its schema's.
+
+    `tensors`, those of the call, are looked at first: what is none cannot even reach the op, and
+    the other ranks would not hear of it.
+    """
     if not torch.compiler.is_compiling() and not all(isinstance(t, Tensor) for t in tensors):
         kinds = ", ".join(type(t).__name__ for t in tensors)
         error = InvalidArgument(
             f"x, weight, x_scale and weight_scale are {kinds}; {FP8} operands need tensors for each"
         )
         raise seat_of(group).refused(op, error)
-    return call()
-
-
-def all_gather_scaled(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    x_scale: Any,
-    weight_scales: Sequence[Any],
-    group: Any,
-    name: str,
-    shard_sizes: Sequence[int] | None,
-    out_dtype: torch.dtype | None,
-    algorithm: str | None,
-) -> list[Tensor]:
-    """The products; see the head of this file."""
-    biased = [i for i, b in enumerate(biases) if b is not None]
-    products: list[Tensor] = _call(
-        "all_gather_matmul",
-        group,
-        [x, *weights, x_scale, *weight_scales],
-        lambda: library_op("all_gather_matmul_scaled")(
-            x,
-            list(weights),
-            [b for b in biases if b is not None],
-            biased,
-            x_scale,
-            list(weight_scales),
-            name,
-            shard_sizes,
-            out_dtype or torch.bfloat16,
-            algorithm,
-        ),
-    )
-    return products
-
-
-def reduce_scatter_scaled(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_scale: Any,
-    weight_scale: Any,
-    group: Any,
-    name: str,
-    shard_sizes: Sequence[int] | None,
-    out_dtype: torch.dtype | None,
-    algorithm: str | None,
-) -> Tensor:
-    """This rank's rows of the sum; see the head of this file."""
-    op = library_op("matmul_reduce_scatter_scaled")
-    dtype = out_dtype or torch.bfloat16
-    shard: Tensor = _call(
-        "matmul_reduce_scatter",
-        group,
-        [x, weight, x_scale, weight_scale],
-        lambda: op(x, weight, bias, x_scale, weight_scale, name, shard_sizes, dtype, algorithm),
-    )
-    return shard
-
-
-def all_reduce_scaled(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_scale: Any,
-    weight_scale: Any,
-    group: Any,
-    name: str,
-    out_dtype: torch.dtype | None,
-    algorithm: str | None,
-) -> Tensor:
-    """The sum; see the head of this file."""
-    op = library_op("matmul_all_reduce_scaled")
-    dtype = out_dtype or torch.bfloat16
-    total: Tensor = _call(
-        "matmul_all_reduce",
-        group,
-        [x, weight, x_scale, weight_scale],
-        lambda: op(x, weight, bias, x_scale, weight_scale, name, dtype, algorithm),
-    )
-    return total
+    return library_op(f"{op}_scaled")(*args)

@@ -56,8 +56,16 @@ def check(rank, group, number, m, n, k, dtype):
         assert_within(normed, n_ref, scale, f"norm by {algorithm}")
         found += [y, normed, h]
 
-    y = ops.matmul_reduce_scatter(xs[me], ws[me], group, 0, bias, sizes, algorithm="push")
-    assert_within(y, ref[own], limit[own], "push")
+    # Signal rounds each part, rank 0's with the bias in it: half an ulp of each, and the store's.
+    rounded = sum((x @ w.t()).double().abs() for x, w in zip(xs, ws, strict=True))
+    by_parts = limit + one_ulp(0 * limit, ref.abs() + rounded + bias.double().abs(), dtype)
+    for algorithm in ("push", "signal"):
+        most = by_parts if algorithm == "signal" else limit
+        y = ops.matmul_reduce_scatter(xs[me], ws[me], group, 0, bias, sizes, algorithm=algorithm)
+        assert_within(y, ref[own], most[own], algorithm)
+    y = ops.matmul_all_reduce(xs[me], ws[me], group, bias, algorithm="signal")
+    assert_within(y, ref, by_parts, "signal")
+    found.append(y)
 
     whole, w = xs[0], ws[me]
     v = w[: n // 2]
