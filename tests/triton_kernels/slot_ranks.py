@@ -8,7 +8,7 @@ import torch
 from pyparallel.comm import SymmetricMemory
 from pyparallel.triton_kernels.workspace import Workspace
 
-LONG_US = 30_000_000
+LONG_US = 200_000_000
 
 
 def workspace_of(group, layout):

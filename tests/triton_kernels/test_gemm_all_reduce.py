@@ -39,6 +39,8 @@ from tests.triton_kernels.slot_ranks import (
     workspace_of,
 )
 
+pytestmark = pytest.mark.timeout(320)  # interpreted kernels on a busy machine
+DEADLINE = 300.0
 CONFIG = TileConfig(16, 32, 32, group_m=2, programs=3)
 OTHER = TileConfig(32, 16, 64, group_m=1, programs=2)
 N, MOST = 68, 24
@@ -133,13 +135,15 @@ def _epilogue(rank):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_calls(world):
-    first, *others = run_ranks(_calls, world, 22 if world == 2 else 4, env=INTERPRETED)
+    first, *others = run_ranks(
+        _calls, world, 22 if world == 2 else 4, timeout=DEADLINE, env=INTERPRETED
+    )
     assert all(digests == first for digests in others)
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_epilogue(world):
-    first, *others = run_ranks(_epilogue, world, env=INTERPRETED)
+    first, *others = run_ranks(_epilogue, world, timeout=DEADLINE, env=INTERPRETED)
     assert all(digests == first for digests in others)
 
 

@@ -20,6 +20,8 @@ from tests.launch import run_ranks
 from tests.triton_kernels.bounds import INTERPRETED, assert_within, worst_share
 from tests.triton_kernels.slot_ranks import limit, operands, poisoned, reference, straggle
 
+pytestmark = pytest.mark.timeout(320)  # interpreted kernels on a busy machine
+DEADLINE = 300.0
 CONFIG = TileConfig(16, 32, 32, group_m=2, programs=3)
 N = 70
 
@@ -72,7 +74,9 @@ def _calls(rank, count):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_calls(world):
-    first, *others = run_ranks(_calls, world, 4 if world == 2 else 2, env=INTERPRETED)
+    first, *others = run_ranks(
+        _calls, world, 4 if world == 2 else 2, timeout=DEADLINE, env=INTERPRETED
+    )
     assert all(sums == first for sums in others)
 
 
@@ -85,8 +89,8 @@ def _absent(rank):
 
 
 def test_a_group_that_never_comes():
-    (said,) = run_ranks(_absent, 1, env=INTERPRETED)
-    assert "gemm_then_collective #1, group tp: tiles of a group: rank 0 absent after 0." in said
+    (said,) = run_ranks(_absent, 1, timeout=DEADLINE, env=INTERPRETED)
+    assert "gemm_then_collective #1, group tp: tiles of a group: rank 0 absent after " in said
 
 
 def test_groups_are_whole_tiles_and_cover_all_rows():
