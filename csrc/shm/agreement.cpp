@@ -107,7 +107,8 @@ std::string misfit_of(const Group& group) {
     add("element counts differ: " +
         by_rank(group, [](const CallHeader& h) { return str(h.count); }));
   if (has_count_vector(first.op) && !digests_alike)
-    add("block sizes differ between ranks; each rank's own block: " +
+    add("lists of block sizes differ between ranks; each rank's own block, in elements (rows times "
+        "the length of a row): " +
         by_rank(group, [](const CallHeader& h) { return str(h.count); }) +
         ". Pass the same list of all ranks' sizes on every rank");
   if (text.empty() && !digests_alike && !has_count_vector(first.op))
@@ -132,7 +133,7 @@ void Group::check_agreement() {
              (notes.empty() ? by_rank(*this, [](const CallHeader& h) { return name_of(h.op); })
                             : notes);
     }
-    throw Mismatch(str("call #", sequence(), ", group ", name_, " (", size_, " ranks): ", text));
+    throw Mismatch(str("call #", sequence(), ", ", group_text(name_, size_), ": ", text));
   }
   const std::string misfit = misfit_of(*this);
   if (!misfit.empty()) throw Mismatch(describe() + ": " + misfit);

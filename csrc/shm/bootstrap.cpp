@@ -18,6 +18,7 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/interrupt.h"
+#include "shm/layout.h"
 #include "shm/segment_file.h"
 
 namespace pyparallel::shm {
@@ -240,7 +241,7 @@ std::shared_ptr<Segment> open_as_host(const IdFields& id, int size, std::size_t 
     if (trouble_status != Status::ok && come == size - 1) fail(trouble_status, trouble);
     if (deadline.expired()) {
       if (trouble_status != Status::ok) fail(trouble_status, trouble);
-      fail(Status::timeout, str("join of group ", name, " (", size, " ranks): absent after ",
+      fail(Status::timeout, str("join of ", group_text(name, size), ": absent after ",
                                 deadline.timeout_seconds(), " s: rank ", rank_list(absent),
                                 ". Were all started, with the same id and world size?"));
     }
@@ -322,7 +323,7 @@ std::shared_ptr<Segment> open_as_guest(const IdFields& id, int rank, int size, s
     if (errno != ECONNREFUSED && errno != EAGAIN && errno != EINTR)
       throw SystemError(errno_text(str("join of group ", name, ": connect"), errno));
     if (deadline.expired())
-      throw Timeout(str("join of group ", name, " (", size, " ranks): rank 0 absent after ",
+      throw Timeout(str("join of ", group_text(name, size), ": rank 0 absent after ",
                         deadline.timeout_seconds(), " s (asked by rank ", rank,
                         "). Was it started, on this host, with the same id?"));
     if (interrupt_requested()) throw Interrupted("join: interrupted");
@@ -338,7 +339,7 @@ std::shared_ptr<Segment> open_as_guest(const IdFields& id, int rank, int size, s
   const auto hear = [&](UniqueFd* descriptor) {
     const auto answer = receive<Answer>(socket.get(), last_word, descriptor);
     if (!answer) {
-      const std::string what = str("join of group ", name, " (", size, " ranks): rank 0 ");
+      const std::string what = str("join of ", group_text(name, size), ": rank 0 ");
       if (last_word.expired())
         throw Timeout(what + str("is silent after ", deadline.timeout_seconds(), " s"));
       throw PeerLost(what + "died or gave up while joining");

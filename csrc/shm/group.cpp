@@ -12,8 +12,6 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kLookAround(10);  // how often a sleeper looks for failures and lost peers
 
-std::string ranks_text(int size) { return size == 1 ? "rank 0" : str("ranks 0-", size - 1); }
-
 }  // namespace
 
 Group::Group(const UniqueId& id, int rank, int size, std::string name, Deadline deadline,
@@ -36,7 +34,7 @@ Group::Group(const UniqueId& id, int rank, int size, std::string name, Deadline 
   for (int r = 0; r < size; ++r) {
     while (page(r).seat.load() == 0) {
       if (deadline.expired())
-        throw Timeout(str("join of group ", name_, " (", ranks_text(size), "): rank ", r,
+        throw Timeout(str("join of ", group_text(name_, size), ": rank ", r,
                           " joined but did not take its seat within ", deadline.timeout_seconds(),
                           " s"));
       hopeful();
@@ -51,7 +49,7 @@ Group::Group(const UniqueId& id, int rank, int size, std::string name, Deadline 
 
 std::string Group::describe() const {
   const CallHeader& call = page(rank_).calls[parity()];
-  return str(name_of(call.op), " #", sequence(), ", group ", name_, " (", ranks_text(size_), ")");
+  return str(name_of(call.op), " #", sequence(), ", ", group_text(name_, size_));
 }
 
 void Group::begin(Op op, const Deadline& deadline) {

@@ -49,6 +49,12 @@ constexpr const char* name_of(Op op) {
   return op < Op::count_ ? names[static_cast<int>(op)] : "an unknown operation";
 }
 
+// "group tp (ranks 0-3)": how messages call a group.
+inline std::string group_text(const std::string& name, int size) {
+  return size == 1 ? str("group ", name, " (rank 0)")
+                   : str("group ", name, " (ranks 0-", size - 1, ")");
+}
+
 // One call as its rank announces it. One cache line; two per rank, used in turn by the sequence
 // number's parity. `arrived` is published last: whoever sees it sees the rest, and the inbox and
 // counts of the same parity.

@@ -21,14 +21,8 @@ namespace {
 
 // Up to this many bytes a sender uses its inbox.
 constexpr std::size_t kInlineBytes = std::size_t{32} << 10;
-constexpr std::size_t kPartBytes = std::size_t{256} << 10;
-constexpr std::size_t kLeastPartBytes = std::size_t{16} << 10;
 // A received block from here on is written past the caches.
 constexpr std::size_t kStreamBytes = std::size_t{2} << 20;
-
-std::size_t length_at(std::size_t count, std::size_t chunk, std::size_t step) {
-  return count > chunk * step ? std::min(step, count - chunk * step) : 0;
-}
 
 }  // namespace
 
@@ -82,12 +76,8 @@ void Collectives::move_chunked(const Move& move, std::size_t largest, const Dead
   const int me = group_.rank();
   const std::size_t element = size_of(move.dtype);
   const std::size_t blocks = move.send_shared ? 1 : static_cast<std::size_t>(n);
-  const std::size_t fits = group_.layout().staging_bytes() / (kSlots * blocks) / 64 * 64;
-  const std::size_t quarter = (largest * element / 4 + 63) / 64 * 64;
-  const std::size_t part = std::min(std::max(quarter, kLeastPartBytes), std::min(kPartBytes, fits));
-  const std::size_t step = part / element;
-  const std::size_t chunks = (largest + step - 1) / step;
-  const std::size_t slots = std::min<std::size_t>(kSlots, chunks);
+  const Chunks cut = Chunks::of(group_.layout().staging_bytes(), blocks, largest, element);
+  const std::size_t part = cut.part, step = cut.step, chunks = cut.number, slots = cut.slots;
   const std::size_t base = next_staging(slots * blocks * part);
   const Store store = largest * element >= kStreamBytes ? Store::streamed : Store::cached;
   const bool sends = !group_.mine().is_inline();
@@ -104,21 +94,21 @@ void Collectives::move_chunked(const Move& move, std::size_t largest, const Dead
       for (std::size_t b = 0; b < move.send.size(); ++b) {
         const ConstBlock& block = move.send[b];
         to_peers_.copy(slot(me, k, static_cast<int>(b)), bytes_at(block.data, k * step * element),
-                       length_at(block.count, k, step) * element);
+                       cut.length(block.count, k) * element);
       }
       my_page().ready.publish(steps_ + k + 1);
     }
     // The chunk that stays is copied while it is in the cache.
     if (stays)
       copy(bytes_at(move.local_out, k * step * element),
-           bytes_at(move.local.data, k * step * element),
-           length_at(move.local.count, k, step) * element, store);
+           bytes_at(move.local.data, k * step * element), cut.length(move.local.count, k) * element,
+           store);
   };
   const auto read = [&](std::size_t k) {
     for (int i = 1; i < n; ++i) {
       const int from = (me + i) % n;
       const Block& block = move.receive[from];
-      const std::size_t count = length_at(block.count, k, step);
+      const std::size_t count = cut.length(block.count, k);
       if (block.data == nullptr || count == 0 || group_.header(from).is_inline()) continue;
       wait_ready(from, steps_ + k + 1, deadline);
       copy(bytes_at(block.data, k * step * element), slot(from, k, move.block_for(me)),

@@ -41,8 +41,8 @@ PointToPoint::~PointToPoint() = default;
 std::string PointToPoint::describe(const Transfer& transfer) const {
   const std::string peer = transfer.peer_ < 0 ? "any rank" : str("rank ", transfer.peer_);
   return str(transfer.is_send_ ? "send to " : "recv from ", peer, " (tag ", transfer.tag_, ", ",
-             transfer.count_, " ", name_of(transfer.dtype_), ") on rank ", rank_, ", group ",
-             group_->name(), " (", size_, " ranks)");
+             transfer.count_, " ", name_of(transfer.dtype_), ") on rank ", rank_, ", ",
+             group_text(group_->name(), size_));
 }
 
 void PointToPoint::reserve_rings(int to) {
@@ -218,8 +218,9 @@ bool PointToPoint::take_header(int from, bool drain) {
   const DType dtype = static_cast<DType>(header.dtype);
   if (header.magic != kMessageMagic || dtype >= DType::count_ ||
       header.count > (std::uint64_t{1} << 56)) {
-    group_->fail(Status::internal, str("recv on rank ", rank_, ", group ", group_->name(),
-                                       ": rank ", from, " sent a damaged message header"));
+    group_->fail(Status::internal,
+                 str("recv on rank ", rank_, ", ", group_text(group_->name(), size_), ": rank ",
+                     from, " sent a damaged message header"));
     group_->throw_if_unusable();
   }
   const auto wanted = std::find_if(receives_.begin(), receives_.end(), [&](const auto& receive) {
@@ -235,11 +236,12 @@ bool PointToPoint::take_header(int from, bool drain) {
     const std::size_t bytes = header.count * size_of(dtype);
     aside.reset(new (std::nothrow) std::byte[bytes]);  // not cleared: the message will fill it
     if (aside == nullptr) {
-      group_->fail(Status::no_memory,
-                   str("recv on rank ", rank_, ", group ", group_->name(), ": a message of ", bytes,
-                       " bytes (", header.count, " ", name_of(dtype), ", tag ", header.tag,
-                       ") from rank ", from, " came before it was asked for, and there is no ",
-                       "memory to keep it in; post its receive before those of later messages"));
+      group_->fail(
+          Status::no_memory,
+          str("recv on rank ", rank_, ", ", group_text(group_->name(), size_), ": a message of ",
+              bytes, " bytes (", header.count, " ", name_of(dtype), ", tag ", header.tag,
+              ") from rank ", from, " came before it was asked for, and there is no ",
+              "memory to keep it in; post its receive before those of later messages"));
       group_->throw_if_unusable();
     }
   }

@@ -23,9 +23,6 @@ namespace {
 
 // Up to this many bytes read from peers, one wait and redundant arithmetic beat two waits.
 constexpr std::size_t kOneShotBytes = std::size_t{128} << 10;
-// A chunk in flight should stay in the second-level cache of its writer and reader.
-constexpr std::size_t kPartBytes = std::size_t{256} << 10;
-constexpr std::size_t kLeastPartBytes = std::size_t{16} << 10;
 // From here on the result will not be in any cache when it is read next.
 constexpr std::size_t kStreamBytes = std::size_t{8} << 20;
 
@@ -76,13 +73,9 @@ void Collectives::two_shot(const TwoShot& call, const Deadline& deadline) {
     largest = std::max(largest, block.count);
     total += block.count;
   }
-  // Staging holds kSlots slots of a part per owner, and kSlots result parts.
-  const std::size_t fits = group_.layout().staging_bytes() / (kSlots * (world + 1)) / 64 * 64;
-  const std::size_t quarter = (largest * element / 4 + 63) / 64 * 64;
-  const std::size_t part = std::min(std::max(quarter, kLeastPartBytes), std::min(kPartBytes, fits));
-  const std::size_t step = part / element;
-  const std::size_t chunks = (largest + step - 1) / step;
-  const std::size_t slots = std::min<std::size_t>(kSlots, chunks);
+  // Each slot of staging holds a part per owner, and one of the result.
+  const Chunks cut = Chunks::of(group_.layout().staging_bytes(), world + 1, largest, element);
+  const std::size_t part = cut.part, step = cut.step, chunks = cut.number, slots = cut.slots;
   const Store store = total * element >= kStreamBytes ? Store::streamed : Store::cached;
 
   const std::size_t base = next_staging(slots * (world + 1) * part);
@@ -94,8 +87,7 @@ void Collectives::two_shot(const TwoShot& call, const Deadline& deadline) {
     return group_.staging(rank) + base + (slots * world + chunk % slots) * part;
   };
   const auto length = [&](int owner, std::size_t chunk) {
-    const std::size_t count = call.in[owner].count;
-    return count > chunk * step ? std::min(step, count - chunk * step) : 0;
+    return cut.length(call.in[owner].count, chunk);
   };
 
   const auto a = [&](std::size_t k) {

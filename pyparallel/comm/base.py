@@ -54,7 +54,7 @@ class Base:
     def _refused(self, op: str, error: Exception) -> Exception:
         """Tells the other ranks, so that they raise and do not wait; gives what to raise here."""
         self._core.refuse(op, str(error))
-        where = f'{op} #{self._core.sequence}, group "{self._core.name}", rank {self._rank}'
+        where = f"{op} #{self._core.sequence}, group {self._core.name}, rank {self._rank}"
         told = type(error) if isinstance(error, (TypeError, ValueError)) else InvalidArgument
         return told(f"{where}: {error}")
 

@@ -94,7 +94,7 @@ class FileBoard:
 
     def join_hosts(self, name: str, rank: int, world_size: int, timeout: float) -> object:
         raise Unsupported(
-            f'group "{name}": the ranks at {self._path} are on several hosts; use '
+            f"group {name}: the ranks at {self._path} are on several hosts; use "
             "Communicator.from_store with a torch.distributed TCPStore"
         )
 

@@ -134,7 +134,7 @@ class Messages(Base):
     def _check_peer(self, rank: int, what: str) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self._world_size:
             raise InvalidArgument(
-                f'{what} is {rank!r}; expected a rank of group "{self._core.name}": '
+                f"{what} is {rank!r}; expected a rank of group {self._core.name}: "
                 f"0 to {self._world_size - 1}"
             )
 

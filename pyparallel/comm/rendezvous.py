@@ -164,7 +164,7 @@ def assemble(
 def _check_size(record: Record, mine: Record, name: str) -> None:
     if record.world_size != mine.world_size:
         raise Mismatch(
-            f'rendezvous of group "{name}": rank {record.rank} (pid {record.pid}) has world_size '
+            f"rendezvous of group {name}: rank {record.rank} (pid {record.pid}) has world_size "
             f"{record.world_size}, rank {mine.rank} (pid {mine.pid}) has {mine.world_size}; "
             "start all ranks with the same world_size"
         )
@@ -192,7 +192,7 @@ def _absent(
     )
     before = f"; came and gave up: {listed(left)}" if left else ""
     return (
-        f'rendezvous of group "{name}": {never}; came: {listed(came)}{before}. Were {world_size} '
+        f"rendezvous of group {name}: {never}; came: {listed(came)}{before}. Were {world_size} "
         f"ranks started, and is world_size right? (seen by rank {rank})"
     )
 
