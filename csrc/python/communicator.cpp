@@ -22,6 +22,7 @@
 #include "base/host_identity.h"
 #include "python/arguments.h"
 #include "python/capsule.h"
+#include "python/fast_methods.h"
 #include "python/rooms.h"
 
 namespace py = pybind11;
@@ -38,12 +39,6 @@ using shm::Work;
 Deadline after_ms(std::int64_t timeout_ms) {
   return Deadline::after(std::chrono::milliseconds(timeout_ms));
 }
-
-struct WithoutGil {
-  WithoutGil() : state(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state); }
-  PyThreadState* state;
-};
 
 // The last two arguments of a collective: its timeout, and whether it is only queued.
 struct How {
@@ -218,37 +213,20 @@ PyObject* irecv(Communicator& seat, Arguments& args) {
 
 // --- from a call above to a method of the class
 
-Communicator& seat_of(PyObject* self) {
-  auto* instance = reinterpret_cast<py::detail::instance*>(self);
-  auto* seat = static_cast<Communicator*>(instance->get_value_and_holder().value_ptr());
-  if (seat == nullptr) throw py::type_error("the communicator was never joined");
-  return *seat;
-}
-
 using Body = PyObject* (*)(Communicator&, Arguments&);
 
 template <Body body, Py_ssize_t expected>
-PyObject* entry(PyObject* self, PyObject* const* values, Py_ssize_t given) {
-  try {
-    Arguments args("a communicator's method", values, given, expected);
-    PyObject* result = body(seat_of(self), args);
-    if (result != nullptr) return result;
-    Py_RETURN_NONE;
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (...) {
-    py::detail::try_translate_exceptions();
-  }
-  return nullptr;
+PyObject* counted(Communicator& seat, PyObject* const* values, Py_ssize_t given) {
+  Arguments args("a communicator's method", values, given, expected);
+  return body(seat, args);
 }
 
 template <Body body, Py_ssize_t expected>
 PyMethodDef fast(const char* name, const char* parameters) {
-  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&entry<body, expected>)),
-          METH_FASTCALL, parameters};
+  return fast_method<Communicator, &counted<body, expected>>(name, parameters);
 }
 
-void add_fast_methods(py::handle cls) {
+void add_calls(py::handle cls) {
   static PyMethodDef methods[] = {
       fast<all_reduce, 8>("all_reduce", "in, out, count, dtype, op, factor, timeout_ms, queued"),
       fast<reduce, 9>("reduce", "in, out, count, dtype, op, factor, root, timeout_ms, queued"),
@@ -266,12 +244,7 @@ void add_fast_methods(py::handle cls) {
       fast<isend, 5>("isend", "data, count, dtype, destination, tag; gives its Work"),
       fast<irecv, 5>("irecv", "data, count, dtype, source, tag; gives its Work"),
   };
-  auto* type = reinterpret_cast<PyTypeObject*>(cls.ptr());
-  for (PyMethodDef& method : methods) {
-    auto descriptor = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &method));
-    if (!descriptor) throw py::error_already_set();
-    py::setattr(cls, method.ml_name, descriptor);
-  }
+  add_fast_methods(cls, methods);
 }
 
 // --- life
@@ -357,7 +330,7 @@ void register_communicator(py::module_& m) {
       .def("close", &Communicator::close, without_gil())
       .def("failure", &Communicator::failure)
       .def("pid_of", &Communicator::pid_of, py::arg("rank"));
-  add_fast_methods(cls);
+  add_calls(cls);
 }
 
 }  // namespace pyparallel::python

@@ -130,6 +130,10 @@ Backend::Work Backend::recvAnysource(Tensors& tensors, int tag) {
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
   communicator_->set_timeout(timeout);
   options_->timeout = timeout;
+  const auto to_device = [timeout](auto& device) {
+    if constexpr (requires { device.setTimeout(timeout); }) device.setTimeout(timeout);
+  };
+  if (const auto device = other_devices_.made()) to_device(*device);
 }
 
 c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store>& store,

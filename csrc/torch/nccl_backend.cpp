@@ -43,6 +43,7 @@ void set_cuda_stream_calls(const StreamCalls* calls) noexcept { known_calls = ca
 NcclBackend::NcclBackend(const Seat& seat, c10::DeviceType type, const StreamCalls& calls)
     : c10d::Backend(seat.rank, seat.size),
       seat_(under_own_prefix(seat)),
+      timeout_(seat.timeout),
       streams_(type, calls),
       topology_(meet(seat_, Deadline::after(seat_.timeout))) {}
 
@@ -77,7 +78,7 @@ nccl::Communicator& NcclBackend::communicator(c10::Device device) {
   }
   nccl::Options options;
   options.name = seat_.group;
-  options.timeout = seat_.timeout;
+  options.timeout = timeout_.load();
   Ends made;
   made.ranks = nccl::Communicator::init(library, {id}, seat_.rank, seat_.size, options);
   std::string why;
@@ -134,7 +135,7 @@ void NcclBackend::put(Call& call, c10::Device device, c10::Stream stream) {
   if (call.small_sum && ends_.kernels && !batch_ && streams_.capture_id(stream) == 0) {
     Dense& data = *call.dense.front();
     if (ends_.kernels->all_reduce(data.data(), data.count(), *call.small_sum, handle,
-                                  seat_.timeout))
+                                  timeout_.load()))
       return;
   }
   call.run(ranks, handle);
@@ -259,7 +260,12 @@ void NcclBackend::abort() {
 }
 
 void NcclBackend::shutdown() {
-  if (const auto ranks = ends().ranks) ranks->close(Deadline::after(seat_.timeout));
+  if (const auto ranks = ends().ranks) ranks->close(Deadline::after(timeout_.load()));
+}
+
+void NcclBackend::setTimeout(std::chrono::milliseconds timeout) {
+  timeout_ = timeout;
+  if (const auto ranks = ends().ranks) ranks->set_timeout(timeout);
 }
 
 }  // namespace pyparallel::dist

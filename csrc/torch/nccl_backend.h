@@ -11,6 +11,7 @@
 // CUDA graph only with the calls of the same graph.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -52,6 +53,8 @@ class NcclBackend final : public c10d::Backend {
                  const c10d::AllgatherOptions& opts) override;
   Work _allgather_base(at::Tensor& output, at::Tensor& input,
                        const c10d::AllgatherOptions& opts) override;
+  Work allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                           const c10d::AllgatherOptions& opts) override;
   Work allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                        const c10d::AllgatherOptions& opts) override;
   Work gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
@@ -76,6 +79,7 @@ class NcclBackend final : public c10d::Backend {
   Work endCoalescing() override;
 
   // --- life
+  void setTimeout(std::chrono::milliseconds timeout);  // overrides where this torch has it
   void setSequenceNumberForGroup() override {}
   std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
   c10d::ErrorType getError() override;
@@ -121,6 +125,7 @@ class NcclBackend final : public c10d::Backend {
   // --- arguments checked (nccl_calls.cpp)
   Call all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp& op);
   Call all_gather_call(const at::Tensor& output, const at::Tensor& input);
+  Call all_gather_call(const Tensors& outputs, const at::Tensor& input);
   Call reduce_scatter_call(const at::Tensor& output, const at::Tensor& input,
                            const c10d::ReduceOp& op);
   static Call together(std::vector<Call> calls, Outputs outputs);
@@ -141,6 +146,7 @@ class NcclBackend final : public c10d::Backend {
   Ends ends() const;
 
   const Seat seat_;
+  std::atomic<std::chrono::milliseconds> timeout_;
   const DeviceStreams streams_;
   const Topology topology_;
   mutable std::mutex mutex_;           // one call at a time is being launched

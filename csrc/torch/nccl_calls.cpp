@@ -139,6 +139,11 @@ NcclBackend::Work NcclBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                          const c10d::AllgatherOptions& opts) {
   const at::Tensor& input = the_only(inputs, "all_gather input");
   const Tensors& list = the_only(outputs, "all_gather output");
+  return start({c10d::OpType::ALLGATHER, "all_gather", "pyparallel:all_gather"}, caller_waits(opts),
+               inputs, all_gather_call(list, input));
+}
+
+NcclBackend::Call NcclBackend::all_gather_call(const Tensors& list, const at::Tensor& input) {
   const Element element = element_of(input.scalar_type());
   auto from = dense(input, Dense::Use::read, element);
   auto to = dense_list(list, input, Dense::Use::write, element, "output");
@@ -146,13 +151,31 @@ NcclBackend::Work NcclBackend::allgather(TensorLists& outputs, Tensors& inputs,
                      rank_, "], this rank's own, has ",
                      to[static_cast<std::size_t>(rank_)]->count(),
                      " elements; expected those of the input: ", from->count());
-  Call call{to, {}, outputs};
+  Call call{to, {}, {list}};
   call.dense.push_back(from);
   call.run = [from, to, element](Communicator& ranks, Stream stream) {
     ranks.all_gather(from->data(), blocks_of<nccl::Block>(to), nccl_element(element), stream);
   };
-  return start({c10d::OpType::ALLGATHER, "all_gather", "pyparallel:all_gather"}, caller_waits(opts),
-               inputs, std::move(call));
+  return call;
+}
+
+NcclBackend::Work NcclBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                                   const c10d::AllgatherOptions& opts) {
+  PYPARALLEL_REQUIRE(outputs.size() == static_cast<std::size_t>(size_),
+                     "all_gather_coalesced output has ", outputs.size(),
+                     " lists; expected one per rank: ", size_);
+  std::vector<Call> calls;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    Tensors of_all;
+    for (const Tensors& list : outputs) {
+      PYPARALLEL_REQUIRE(list.size() == inputs.size(), "all_gather_coalesced has ", inputs.size(),
+                         " inputs and a list of ", list.size(), " outputs");
+      of_all.push_back(list[i]);
+    }
+    calls.push_back(all_gather_call(of_all, inputs[i]));
+  }
+  return start({c10d::OpType::ALLGATHER_COALESCED, "all_gather", "pyparallel:all_gather_coalesced"},
+               caller_waits(opts), inputs, together(std::move(calls), outputs));
 }
 
 NcclBackend::Call NcclBackend::all_gather_call(const at::Tensor& output, const at::Tensor& input) {
