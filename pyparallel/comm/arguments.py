@@ -71,3 +71,9 @@ class Arguments(Base):
 def _check_no_axis(dim: int, sizes: Sequence[int] | None, what: str) -> None:
     if dim != 0 or sizes is not None:
         raise InvalidArgument(f"a list {what} has no dim or sizes: the tensors say it all")
+
+
+def blocks_of(addresses: list[int], counts: int | list[int]) -> int | list[int]:
+    """One address stands for consecutive blocks."""
+    listed = isinstance(counts, list) and len(counts) == len(addresses)
+    return addresses if listed else addresses[0]
