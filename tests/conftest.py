@@ -1,6 +1,9 @@
 """What all tests share."""
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,3 +31,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     files = set(Path(__file__).resolve().parent.rglob("test_*.py"))
     if files - collected:
         raise pytest.UsageError(f"no test was collected from {sorted(map(str, files - collected))}")
+    _start_compiling(session.config)
+
+
+def _start_compiling(config: pytest.Config) -> None:
+    """What the C++ tests need, in idle time, until the session ends."""
+    command = [sys.executable, "-m", "tests.native.ahead"]
+    path = os.pathsep.join(filter(None, [str(launch.ROOT), os.environ.get("PYTHONPATH", "")]))
+    ahead = subprocess.Popen(
+        command,
+        cwd=launch.ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+    def end() -> None:
+        ahead.terminate()
+        ahead.wait()
+
+    config.add_cleanup(end)

@@ -20,7 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "tests" / "native"
 CSRC = ROOT / "csrc"
 CACHE = ROOT / "build" / "native_tests"
-COMMON = ["-std=gnu++17", "-Wall", "-Wextra", "-Wno-unused-parameter", "-pthread", f"-I{CSRC}"]
+COMMON = [
+    *("-std=gnu++17", "-Wall", "-Wextra", "-Wno-unused-parameter", "-pthread"),
+    *(f"-I{CSRC}", f"-I{ROOT}"),
+]
 # -O1 keeps the sanitizers' reports readable and the programs fast enough.
 MODES = {
     "plain": ["-O2"],
@@ -76,16 +79,33 @@ def object_of(source: Path, flags: Sequence[str], extra: Sequence[str] = ()) -> 
     return _kept(source.stem, key, [*command, *defined, "-c", str(source), "-o"])
 
 
-def build(program: str, sources: Sequence[str], mode: str, extra: Sequence[str] = ()) -> Path:
-    """tests/native/`program`.cpp with the csrc files that match `sources` (globs)."""
+def _library(mode: str, extra: Sequence[str]) -> Path | None:
+    """The library as it was built, for programs that need nothing of their own in it."""
+    path = ROOT / "pyparallel" / "lib" / "libpyparallel.so"
+    return path if mode == "plain" and not extra and path.exists() else None
+
+
+def files_of(
+    program: str, sources: Sequence[str], mode: str, extra: Sequence[str] = ()
+) -> list[Path]:
+    """What is compiled for a program: csrc too, unless the program takes the built library."""
     files = [NATIVE / f"{program}.cpp"]
     for pattern in sources:
         found = sorted(CSRC.glob(pattern))
         assert found, f"no file in csrc matches {pattern}"
-        files += found
+        files += found if _library(mode, extra) is None else []
+    return files
+
+
+def build(program: str, sources: Sequence[str], mode: str, extra: Sequence[str] = ()) -> Path:
+    """tests/native/`program`.cpp with the csrc files that match `sources` (globs)."""
+    files = files_of(program, sources, mode, extra)
+    library = _library(mode, extra)
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         objects = list(pool.map(lambda file: object_of(file, MODES[mode], extra), files))
     command = [str(compiler()), *COMMON, *MODES[mode], *map(str, objects), "-ldl"]
+    if library is not None:
+        command += [str(library), f"-Wl,-rpath,{library.parent}"]
     return _kept(program, "\0".join([*command, _version()]).encode(), [*command, "-o"])
 
 

@@ -15,14 +15,18 @@ SOURCES = [
 ]
 
 
+def files() -> list[Path]:
+    """What the program is made of."""
+    return [HERE / "native.cpp", *(f for p in SOURCES for f in sorted(build.CSRC.glob(p)))]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["address", "thread"])
 def test_under_a_sanitizer(tmp_path: Path, world_folder: Path, mode: str) -> None:
     flags = build.MODES[mode]
     libraries = Libraries(tmp_path, flags)
-    files = [HERE / "native.cpp", *(f for p in SOURCES for f in sorted(build.CSRC.glob(p)))]
-    objects = [build.object_of(file, [*flags, f"-I{build.ROOT}"]) for file in files]
+    objects = [build.object_of(file, flags) for file in files()]
     program, standin = tmp_path / "native", libraries.build()
     # The stand-in is linked, though the binding opens it as ever: ThreadSanitizer takes the freeing
     # of the thread-local memory of a library that came later for a race.

@@ -222,6 +222,12 @@ def collectives(rank: Rank, cuda: str) -> None:
             every = [data(r, (3, 4), seed=s).t() for r in range(world)]
             close(x, every, sum(e.double() for e in every))
 
+        lists = [[torch.zeros(n) for n in (3, 8)] for _ in range(world)]
+        mine = [data(me, (n,), seed=7) for n in (3, 8)]
+        wait(pg.allgather_coalesced(lists, mine, c10d.AllgatherOptions()))
+        for r in range(world):
+            assert torch.equal(lists[r][0], data(r, (3,), seed=7))
+            assert torch.equal(lists[r][1], data(r, (8,), seed=7))
         pairs = [data(me, (n,), seed=9) for n in (3, 8)]
         wait(pg.allreduce_coalesced(pairs, c10d.AllreduceCoalescedOptions()))
         for x in pairs:
@@ -282,6 +288,23 @@ def misfits(rank: Rank, cuda: str) -> None:
 
 def test_misfits_and_abort(env: "dict[str, str]") -> None:
     run_ranks(misfits, 2, env["STANDIN_CUDA"], env=env)
+
+
+def impatient(rank: Rank, cuda: str) -> None:
+    """The timeout that is set holds for the next call, the first; rank 1 does not come to it."""
+    pg = backend(rank, cuda)
+    pg.set_timeout(datetime.timedelta(seconds=0.7))
+    if rank.rank == 1:
+        time.sleep(3)
+        return
+    start = time.monotonic()
+    with pytest.raises(CommError, match=r"after 0\.7 s"):
+        pg.allreduce([torch.ones(2)], c10d.AllreduceOptions())
+    assert time.monotonic() - start < 20  # and not the 30 s that the group was made with
+
+
+def test_a_timeout_that_is_set(env: "dict[str, str]") -> None:
+    run_ranks(impatient, 2, env["STANDIN_CUDA"], env=env)
 
 
 def small_sums(rank: Rank, cuda: str) -> "list[bytes]":
