@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -45,10 +46,12 @@ def _start_compiling(config: pytest.Config) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
 
     def end() -> None:
-        ahead.terminate()
+        with contextlib.suppress(ProcessLookupError):  # it was through
+            os.killpg(ahead.pid, signal.SIGTERM)  # with the compiler and its parts
         ahead.wait()
 
     config.add_cleanup(end)
