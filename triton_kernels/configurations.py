@@ -307,6 +307,8 @@ def _excluded(config: TileConfig, problem: Problem, chip: Chip, family: _Family)
         return "eight warps for a tile of one warpgroup"
     if not config.descriptors and accumulators > 128 * 128:
         return "addresses of operands leave too few registers for so many accumulators"
+    if fp8 and accumulators >= 128 * WARP * config.num_warps:
+        return "128 sums of a thread and their scales do not fit its registers"
     if fp8 and config.block_k < 128:
         return "rows of 8-bit operands fill a line of 128 bytes with block_k 128"
     if problem.op == ONE_SHOT and accumulators > 128 * 64:
