@@ -6,13 +6,12 @@ change     modules are replaced, one after another; each whole parameter goes as
 report     what was sharded, by which ops it communicates, what was not and why
 """
 
-import hashlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pyparallel.errors import InvalidArgument
 from pyparallel.layers import hugging_face
@@ -21,10 +20,8 @@ from pyparallel.layers.module import ShardedModule
 from pyparallel.layers.parallelize_plan import resolve
 from pyparallel.layers.parallelize_report import ParallelizeReport
 from pyparallel.layers.parallelize_work import Work
-from pyparallel.layers.place import Place
+from pyparallel.layers.place import Place, digest, gathered
 from pyparallel.layers.sequence import SequenceSharding, sharding_of
-from pyparallel.ops.engines import Native, Torch
-from pyparallel.ops.groups import seat_of
 
 __all__ = ["parallelize"]
 
@@ -133,15 +130,15 @@ def _agree(work: Work, place: Place) -> int:
     """Collective: raises on all ranks unless they have the same to do. Gives rank 0's seed."""
     text = repr((work.styles, work.sequence, _shapes(work.model)))
     samples = _samples(work.model)
-    mine = [_number(text), _number(repr(samples)), torch.initial_seed() % 2**48]
-    everyone = _gathered(mine, place)
+    mine = [digest(text), digest(repr(samples)), torch.initial_seed() % 2**48]
+    everyone = gathered(mine, place)
     for column, what in ((0, "plans, names, shapes, dtypes or kinds of devices"), (1, "values")):
         others = [rank for rank, row in enumerate(everyone) if row[column] != mine[column]]
         if not any(row[column] != everyone[0][column] for row in everyone):
             continue
         hint = f"this rank's plan is {work.styles}"
         if column:
-            digests = _gathered([_number(repr(value)) for _, value in samples], place)
+            digests = gathered([digest(repr(value)) for _, value in samples], place)
             differ = [
                 name for i, (name, _) in enumerate(samples) if len({row[i] for row in digests}) > 1
             ]
@@ -154,21 +151,6 @@ def _agree(work: Work, place: Place) -> int:
             f"from this one; {hint}"
         )
     return int(everyone[0][2])
-
-
-def _gathered(numbers: "list[int]", place: Place) -> "list[list[int]]":
-    mine = torch.tensor([numbers], dtype=torch.float64)  # 48 bits each: exact
-    if place.size == 1:
-        return [numbers]
-    engine = seat_of(place.name).engine
-    if isinstance(engine, Torch):  # its collectives may be those of a device
-        engine = Native(engine.agreement)
-    table: Tensor = engine.all_gather(mine, 0, [1] * place.size)
-    return [[int(value) for value in row] for row in table.tolist()]
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")
 
 
 def _shapes(model: nn.Module) -> "list[tuple[str, tuple[int, ...], str, str, bool]]":

@@ -8,7 +8,6 @@ The whole has no padding, no copies, and fused parts under their own names. What
 (any other module's parameters, norms) is as it is on this rank.
 """
 
-import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from pyparallel.errors import InvalidArgument
 from pyparallel.layers.module import ShardedModule
 from pyparallel.layers.parameters import ParameterLayout, assemble, take
-from pyparallel.layers.place import Place
+from pyparallel.layers.place import Place, digest, gathered
 from pyparallel.ops.groups import seat_of
 
 __all__ = ["full_state_dict", "load_full_state_dict", "materialize"]
@@ -76,17 +75,13 @@ def _places(entries: "list[_Entry]") -> list[Place]:
 
 def _agree(place: Place, op: str, text: str, problem: str) -> None:
     """Collective: raises on all ranks if one has a problem, or if their texts differ."""
-    engine = seat_of(place.name).engine
     error = InvalidArgument(problem) if problem else None
     if error is not None:
         raise place.refused(op, error)
-    digest = hashlib.sha256(text.encode()).digest()[:6]  # 48 bits: exact in float64
-    mine = torch.tensor([float(int.from_bytes(digest, "little"))], dtype=torch.float64)
-    if place.size == 1:
-        return
-    all_of_them = engine.all_gather(mine, 0, [1] * place.size).tolist()
+    mine = digest(text)
+    all_of_them = [row[0] for row in gathered([mine], place)]
     if len(set(all_of_them)) > 1:
-        alike = [rank for rank, value in enumerate(all_of_them) if value == mine.item()]
+        alike = [rank for rank, value in enumerate(all_of_them) if value == mine]
         raise InvalidArgument(
             f"{op}, group {place.name}, rank {place.rank}: ranks differ in names, shapes or "
             f"dtypes; only ranks {alike} agree with this one, whose first tensors are {text[:300]}"
