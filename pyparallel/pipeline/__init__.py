@@ -1,9 +1,11 @@
-"""Pipeline parallelism for torch modules: a model is cut into stages.
+"""Pipeline parallelism for torch modules: a model is cut into stages, and schedules run on them.
 
 Schedules, as data without torch, are in `pyparallel.schedule`.
 """
 
+from pyparallel.pipeline.agreement import PipelineError
 from pyparallel.pipeline.balance import balance
+from pyparallel.pipeline.executor import PipelineExecutor, StepResult
 from pyparallel.pipeline.meta import materialise, parameters_on_meta
 from pyparallel.pipeline.partition import Partition, TiedParameter, partition_model
 from pyparallel.pipeline.parts import Part
@@ -12,6 +14,9 @@ from pyparallel.pipeline.tied import sum_tied_gradients
 __all__ = [
     "Part",
     "Partition",
+    "PipelineError",
+    "PipelineExecutor",
+    "StepResult",
     "TiedParameter",
     "balance",
     "materialise",

@@ -1,0 +1,256 @@
+"""Runs any valid schedule on stages of a model: over a process group, or in one process.
+
+    plan = with_transfers(generate("zb-h1", ranks=2, microbatches=8))
+    executor = PipelineExecutor({rank: stage}, loss_fn, group=dist.group.WORLD)
+    result = executor.step(plan, inputs, targets)          # gradients are in the parameters
+
+It decides nothing: every rank does what its row of the plan says, in that order.
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyparallel.pipeline.agreement import Agreement, GroupAgreement, Ours, PipelineError
+from pyparallel.pipeline.copies import sum_copies
+from pyparallel.pipeline.plans import Plans
+from pyparallel.pipeline.requests import Request, factors_digest, prepare
+from pyparallel.pipeline.row import Job, Measured, Row
+from pyparallel.pipeline.stage import Loss, Stage
+from pyparallel.pipeline.transports import GroupTransport, LocalTransport
+from pyparallel.schedule import Kind, Schedule, Unit
+
+__all__ = ["PipelineExecutor", "StepResult"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave.
+
+    Attributes:
+        loss: sum of weights[i] * loss of microbatch i, divided by total: the same on every rank;
+            None without a loss_fn.
+        losses: microbatch -> its own loss, detached, where this process has the last stage.
+        outputs: microbatch -> what the last stage gave, of `evaluate`, where it is held.
+        measured: per row that runs in this process, its passes and their times.
+    """
+
+    loss: float | None
+    losses: dict[int, Tensor]
+    outputs: dict[int, Any]
+    measured: dict[int, list[Measured]]
+
+
+class PipelineExecutor:
+    """Stages of this process and how they reach the others.
+
+    Args:
+        stages: number -> module. With a group, those that this rank holds in the plans it will run;
+            without one, all.
+        loss_fn: (output, target), or (output) where no targets are given, -> a tensor of one
+            element: what a microbatch contributes.
+        group: the pipeline: its rank r does row r. None: all rows run in this process.
+        device: where tensors from other ranks are to be.
+        fixed_shapes: microbatches whose inputs have the same shapes have the same shapes between
+            all stages; so a description of them travels once for each. False: with every message.
+        reduce: (stage number) is called for each REDUCE of a plan: the reduction over replicas.
+            Where several ranks of the pipeline hold the stage (DualPipe), their gradients have been
+            summed by then.
+        optimizer_step: (stage number) is called for each STEP, after all ranks have ended their
+            passes well.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        loss_fn: Loss | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        fixed_shapes: bool = True,
+        reduce: Callable[[int], None] | None = None,
+        optimizer_step: Callable[[int], None] | None = None,
+    ) -> None:
+        if not stages:
+            raise ValueError("no stages: each rank of a plan holds one or more")
+        self.stages = dict(stages)
+        self.group = group
+        self._loss = loss_fn
+        self._reduce, self._optimizer_step = reduce, optimizer_step
+        self._plans = Plans()
+        self._workers = {number: Stage(module, None) for number, module in stages.items()}
+        where = torch.device(device)
+        self._transport: GroupTransport | LocalTransport = LocalTransport()
+        self._agreement: Agreement = Ours()
+        if group is not None:
+            self._transport = GroupTransport(group, where, fixed_shapes)
+            self._agreement = GroupAgreement(group, where)
+
+    def step(
+        self,
+        plan: Schedule,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        *,
+        weights: Sequence[float] | None = None,
+        total: float | None = None,
+        keywords: Sequence[Mapping[str, Any]] | None = None,
+    ) -> StepResult:
+        """Runs the plan: the gradient of the step's loss is added to the parameters' `.grad`.
+
+        All ranks of the group call it, with equal plans. The loss is the sum of weights[i] * loss
+        of microbatch i, divided by `total`; the factor is applied once, where a backward begins.
+
+        Args:
+            plan: with transfers (`with_transfers`); plans may differ from step to step.
+            inputs: per microbatch what stage 0 takes: a tensor, a tuple (positional arguments) or a
+                dictionary (keywords). Where stage 0 is held; others pass None. Entries of
+                microbatches that enter on another rank (DualPipe) may be None.
+            targets: per microbatch, where the last stage is held.
+            weights: per microbatch, 1 by default; the same on all ranks. Tokens of each microbatch,
+                say, where loss_fn gives means.
+            total: the sum of the weights by default; tokens of the step, say, where loss_fn sums.
+            keywords: per microbatch, what every stage of this rank gets besides.
+
+        Raises:
+            ValueError: what was passed, or the plan, does not fit; on all ranks, before any runs.
+            PipelineError: something failed on some rank; on all ranks.
+        """
+        if not torch.is_grad_enabled():
+            raise ValueError("step computes gradients, and they are off: evaluate runs without")
+        return self._run(plan, Request(inputs, targets, weights, total, keywords, True))
+
+    def evaluate(
+        self,
+        plan: Schedule,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        *,
+        weights: Sequence[float] | None = None,
+        total: float | None = None,
+        keywords: Sequence[Mapping[str, Any]] | None = None,
+    ) -> StepResult:
+        """The forward passes of a plan, without gradients; arguments and errors as of `step`.
+        Without a loss_fn, or without targets, there is no loss, and outputs all the same."""
+        return self._run(plan, Request(inputs, targets, weights, total, keywords, False))
+
+    def _run(self, plan: Schedule, request: Request) -> StepResult:
+        job, units = self._agree(plan, request)
+        with_loss = request.training or request.targets is not None
+        for number, worker in self._workers.items():
+            worker.clear()
+            last = number == job.plan.stages - 1
+            worker.loss = self._loss if last and with_loss else None
+        rows = [
+            Row(rank, job, self._workers, self._transport.meet, self._reduce)
+            for rank in self._ranks(plan)
+        ]
+        _together([row.run(units[row.rank]) for row in rows])
+        self._transport.finish()
+        loss = self._all_ended(job, rows)
+        self._at_end(job, rows)
+        measured = {row.rank: row.measured for row in rows}
+        return StepResult(loss, job.losses, job.outputs, measured)
+
+    def _ranks(self, plan: Schedule) -> Sequence[int]:
+        return range(plan.ranks) if self.group is None else [self.group.rank()]
+
+    def _agree(self, plan: Schedule, request: Request) -> tuple[Job, tuple[tuple[Unit, ...], ...]]:
+        """The job, once all ranks have found theirs right and all have the same plan."""
+        error: ValueError | None = None
+        job = None
+        own = [1, 0, int(request.training), 0, 0]
+        try:
+            ready = self._plans.ready(plan, request.training)
+            self._check_places(plan)
+            job = prepare(request, ready.plan, self._ranks(plan), self._loss is not None)
+            kinds = {kind for kind in job.kinds if kind}
+            own = [0, ready.digest, int(request.training), factors_digest(job)]
+            own.append(0 if not kinds else kinds.pop() if len(kinds) == 1 else -1)
+        except ValueError as found:
+            error = found
+        every = self._agreement.numbers(own)
+        if any(numbers[0] for numbers in every):
+            raise ValueError(self._reasons(error)) from error
+        assert job is not None
+        for index, what in ((2, "calls (step, evaluate)"), (1, "plans"), (3, "weights or totals")):
+            if len({numbers[index] for numbers in every}) > 1:
+                names = f"{plan.name}, {plan.ranks} ranks, {plan.microbatches} microbatches"
+                text = f"ranks have different {what}; this one: {names}, "
+                text += "evaluate" if not request.training else "step"
+                texts = self._agreement.texts(text)
+                raise ValueError("; ".join(f"rank {r}: {t}" for r, t in enumerate(texts)))
+        one = {numbers[4] for numbers in every} - {0}
+        if len(one) == 1 and -1 not in one:
+            job.kinds = [one.pop()] * plan.microbatches
+        else:  # each microbatch enters on one rank: there it is not 0
+            per_rank = self._agreement.numbers(job.kinds)
+            job.kinds = [max(kinds) for kinds in zip(*per_rank, strict=True)]
+        return job, ready.units
+
+    def _check_places(self, plan: Schedule) -> None:
+        wanted = sorted({stage for rank in self._ranks(plan) for stage in plan.held[rank]})
+        misfits = []
+        if self.group is not None and plan.ranks != self.group.size():
+            misfits.append(f"the plan has {plan.ranks} ranks, the group {self.group.size()}")
+        if wanted != sorted(self.stages):
+            misfits.append(f"stages here are {sorted(self.stages)}, in the plan {wanted}")
+        if misfits:
+            raise ValueError(f"{plan.name}: {'; '.join(misfits)}")
+
+    def _all_ended(self, job: Job, rows: list[Row]) -> float | None:
+        """The loss, once all ranks have ended well."""
+        failed = any(row.failed for row in rows)
+        part = 0.0
+        if not failed:
+            part = sum(float(loss) * job.factors[m] for m, loss in sorted(job.losses.items()))
+        own = [int(failed), int(bool(job.losses)), *struct.unpack("q", struct.pack("d", part))]
+        every = self._agreement.numbers(own)
+        if any(numbers[0] for numbers in every):
+            for worker in self._workers.values():
+                worker.clear()
+            errors = [(row.where, row.error) for row in rows if row.error is not None]
+            text = "; ".join(f"{w}: {type(e).__name__}: {e}" for w, e in errors)
+            texts = self._agreement.texts(text)
+            if self.group is not None:
+                texts = [f"rank {r}: {t}" for r, t in enumerate(texts) if t]
+            cause = errors[0][1] if errors else None
+            raise PipelineError(f"{job.plan.name}: {'; '.join(texts)}") from cause
+        if not any(numbers[1] for numbers in every):
+            return None
+        return sum(float(*struct.unpack("d", struct.pack("q", numbers[2]))) for numbers in every)
+
+    def _reasons(self, error: ValueError | None) -> str:
+        texts = self._agreement.texts("" if error is None else str(error))
+        if self.group is None:
+            return texts[0]
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+    def _at_end(self, job: Job, rows: list[Row]) -> None:
+        """Reductions of copies, then optimizer steps: of each stage here once."""
+        actions = {(a.kind, a.stage): a for row in rows for a in row.at_end}
+        for (kind, stage), _ in sorted(actions.items(), key=lambda item: item[0][1]):
+            if kind is not Kind.REDUCE:
+                continue
+            if self.group is not None:
+                holders = [r for r, held in enumerate(job.plan.held) if stage in held]
+                sum_copies(self.stages[stage], holders, self.group)
+            if self._reduce is not None:
+                self._reduce(stage)
+        for kind, stage in actions:
+            if kind is Kind.STEP and self._optimizer_step is not None:
+                self._optimizer_step(stage)
+
+
+def _together(running: "list[Iterator[None]]") -> None:
+    """Rows of one process in turn, each as far as it comes."""
+    while running:
+        running = [row for row in running if next(row, _ENDED) is not _ENDED]
+
+
+_ENDED = object()

@@ -1,0 +1,117 @@
+"""A model, its data and its one-process reference, for tests of the executor."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyparallel.pipeline import partition_model
+from pyparallel.schedule import FAMILIES, Schedule, generate, with_transfers
+
+WIDTH = 6
+
+
+class Counter:
+    """How many microbatches' graphs are alive, now and at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+
+class _Counted(torch.autograd.Function):
+    """Counts itself for as long as its place in the graph lives."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, counter: Counter) -> Tensor:
+        ctx.mark = _Mark(counter)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.clone(), None
+
+
+class _Mark:
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+        counter.now += 1
+        counter.most = max(counter.most, counter.now)
+
+    def __del__(self) -> None:
+        self.counter.now -= 1
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.counter: Counter | None = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        normed = self.norm(value)
+        if self.counter is not None:  # where both halves need what has been saved
+            normed = _Counted.apply(normed, self.counter)
+        out: Tensor = value + self.down(torch.tanh(self.up(normed)))
+        return out
+
+
+def model(layers: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Layer() for _ in range(layers))).to(dtype)
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def data(
+    microbatches: int, dtype: torch.dtype = torch.float64, uneven: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(7)
+    sizes = [2 + (i % 3 if uneven else 0) for i in range(microbatches)]
+    return (
+        [torch.randn(n, WIDTH, dtype=dtype) for n in sizes],
+        [torch.randn(n, WIDTH, dtype=dtype) for n in sizes],
+    )
+
+
+def reference(
+    whole: nn.Module,
+    inputs: list[Any],
+    targets: list[Tensor],
+    loss: Callable[..., Tensor] = loss_fn,
+    weights: list[float] | None = None,
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients in one process, of a copy."""
+    twin = copy.deepcopy(whole)
+    weights = weights or [1.0] * len(inputs)
+    value = sum(
+        w * loss(twin(x), t) for w, x, t in zip(weights, inputs, targets, strict=True)
+    ) / sum(weights)
+    value.backward()
+    return value.item(), {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+
+
+def stages(whole: nn.Sequential, count: int) -> dict[int, nn.Module]:
+    partition = partition_model(whole, counts=[1] * count)
+    return {index: partition.stage(index) for index in range(count)}
+
+
+def plan_of(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    return with_transfers(generate(name, ranks, microbatches, chunks=chunks))
+
+
+def grid(ranks: tuple[int, ...], microbatches: tuple[int, ...]) -> list[tuple[str, int, int, int]]:
+    """(schedule, p, m, v) of every schedule, v from 1 to 3 where it leaves the choice."""
+    return [
+        (name, p, m, v)
+        for name, family in FAMILIES.items()
+        for p in ranks
+        if not (family.even_ranks and p % 2)
+        for m in microbatches
+        for v in ((1, 2, 3) if family.chunks is None else (family.chunks,))
+    ]

@@ -1,0 +1,316 @@
+"""The executor in one process: gradients of every schedule, what it keeps, what it takes.
+
+Layers: every schedule against one process, to 1e-12 of float64; graphs alive counted by themselves;
+outputs of all kinds; bad input. Ranks in processes: test_executor_ranks.py.
+"""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.pipeline import PipelineError, PipelineExecutor, partition_model
+from pyparallel.schedule import Kind, Schedule, generate, validate, with_steps
+from tests.pipeline.executor_models import (
+    WIDTH,
+    Counter,
+    data,
+    grid,
+    loss_fn,
+    model,
+    plan_of,
+    reference,
+    stages,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def largest_error(whole, gradients):
+    found = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    assert found.keys() == gradients.keys()
+    return max(float((found[n] - g).abs().max()) for n, g in gradients.items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_schedule_gives_the_gradients_of_one_process(ranks):
+    """Sums of at most 8 terms of size 1, in another order: 1e-12 is thousands of roundings."""
+    for name, p, m, v in grid((ranks,), (1, 2, 3, 4, 5, 6, 7, 8)):
+        plan = plan_of(name, p, m, v)
+        whole = model(plan.stages)
+        inputs, targets = data(m)
+        loss, gradients = reference(whole, inputs, targets)
+        result = PipelineExecutor(stages(whole, plan.stages), loss_fn).step(plan, inputs, targets)
+        assert abs(result.loss - loss) < 1e-12, (name, p, m, v)
+        assert largest_error(whole, gradients) < 1e-12, (name, p, m, v)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_graphs_alive_are_those_the_validator_counts(ranks):
+    for name, p, m, v in grid((ranks,), (1, 3, 8)):
+        plan = plan_of(name, p, m, v)
+        inputs, targets = data(m)
+        for rank in range(p):
+            # A stage that two ranks hold counts where its microbatches pass: one rank at a time.
+            whole = model(plan.stages)
+            counter = Counter()
+            parts = stages(whole, plan.stages)
+            owned = {k: s for k, s in parts.items() if k in plan.held[rank]}
+            copied = sum(len(held) for held in plan.held) > plan.stages
+            for stage in owned.values():
+                stage[0].counter = counter
+            executor = PipelineExecutor(parts, loss_fn)
+            gc.disable()  # what is freed is freed by its last reference, or it is not free yet
+            try:
+                executor.step(plan, inputs, targets)
+                alive = counter.now
+            finally:
+                gc.enable()
+            assert alive == 0, (name, p, m, v)
+            if not copied:
+                assert counter.most == validate(plan).peak_bytes[rank], (name, p, m, v, rank)
+
+
+def test_two_steps_add_up_and_microbatches_may_change():
+    """Neither is the sum scaled again, nor are gradients zeroed, nor is m fixed."""
+    whole = model(2)
+    executor = PipelineExecutor(stages(whole, 2), loss_fn)
+    expected = {}
+    for m in (4, 1, 6):
+        inputs, targets = data(m, uneven=True)
+        _, gradients = reference(whole, inputs, targets)
+        expected = {n: expected.get(n, 0) + g for n, g in gradients.items()}
+        executor.step(plan_of("zb-h1", 2, m), inputs, targets)
+    assert largest_error(whole, expected) < 1e-12
+
+
+def test_uneven_microbatches_weigh_what_their_tokens_are():
+    whole = model(4)
+    inputs, targets = data(5, uneven=True)
+    tokens = [float(len(x)) for x in inputs]
+    loss, gradients = reference(whole, inputs, targets, weights=tokens)
+    executor = PipelineExecutor(stages(whole, 4), loss_fn)
+    result = executor.step(plan_of("zb-v", 2, 5), inputs, targets, weights=tokens)
+    assert abs(result.loss - loss) < 1e-12
+    assert largest_error(whole, gradients) < 1e-12
+    # Sums over tokens, divided once by their number, are the same.
+    whole.zero_grad()
+    summed = PipelineExecutor(stages(whole, 4), lambda y, t: ((y - t) ** 2).sum() / WIDTH)
+    summed.step(plan_of("zb-v", 2, 5), inputs, targets, total=sum(tokens))
+    assert largest_error(whole, gradients) < 1e-12
+
+
+class Many(nn.Module):
+    """Several outputs, plain values, integers, one that no gradient comes back for."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.shared = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x, extra=None):
+        skip, flag = (x, {"scale": 2.0}) if self.first else (extra["skip"], extra["flag"])
+        out = torch.tanh(self.linear(x * self.shared) * flag["scale"]) * self.shared
+        out = nn.functional.linear(out, self.linear.weight) + self.linear.bias
+        ids = torch.arange(3)
+        unused = out.sum() * 3
+        return out, {"skip": skip * 1, "flag": flag, "ids": [ids, None, unused, True, "a"]}
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, extra):
+        assert extra["ids"][1:2] + extra["ids"][3:] == [None, True, "a"]
+        assert extra["ids"][0].dtype == torch.int64
+        return self.linear(x) + extra["skip"]
+
+
+def many_stages():
+    torch.manual_seed(3)
+    return nn.ModuleList([Many(True), Many(False), Many(False), Last()]).double()
+
+
+def many_reference(parts, inputs, targets):
+    def whole(x):
+        value = parts[0](x)
+        for part in list(parts)[1:]:
+            value = part(*value)
+        return value
+
+    loss = sum(loss_fn(whole(x), t) for x, t in zip(inputs, targets, strict=True)) / len(inputs)
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in parts.named_parameters()}
+    parts.zero_grad()
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_outputs_of_any_kind_and_weights_used_twice(name):
+    """`shared` and `linear` are used by several operations on one path: a half that ran the path
+    once more would count them twice."""
+    parts = many_stages()
+    inputs, targets = data(4)
+    loss, gradients = many_reference(parts, inputs, targets)
+    executor = PipelineExecutor(dict(enumerate(parts)), loss_fn)
+    result = executor.step(plan_of(name, 4, 4), inputs, targets)
+    assert abs(result.loss - loss) < 1e-12
+    assert largest_error(parts, gradients) < 1e-12
+
+
+def test_halves_recompute_nothing():
+    """Each operation's gradients are computed once: for the input in the one half, for the weight
+    in the other."""
+    calls = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            calls.append("forward")
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, w = ctx.saved_tensors
+            calls.append("backward")
+            return gradient @ w.t(), x.t() @ gradient
+
+    class Stage(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+
+        def forward(self, x):
+            return Product.apply(x, self.w)
+
+    inputs, targets = data(3)
+    parts = nn.Sequential(Stage(), Stage())
+    executor = PipelineExecutor({0: parts[0], 1: parts[1]}, loss_fn)
+    executor.step(plan_of("zb-h1", 2, 3), inputs, targets)
+    assert calls.count("forward") == 6
+    # Stage 0 has no half for its input; stage 1 runs the node in each half.
+    assert calls.count("backward") == 3 + 6
+
+
+def test_a_stage_without_layers_passes_on():
+    whole = model(2)
+    inputs, targets = data(3)
+    loss, gradients = reference(whole, inputs, targets)
+    partition = partition_model(whole, counts=[0, 1, 0, 1])
+    for name in ("1f1b", "zb-h1", "gpipe"):
+        whole.zero_grad()
+        executor = PipelineExecutor({i: partition.stage(i) for i in range(4)}, loss_fn)
+        result = executor.step(plan_of(name, 4, 3), inputs, targets)
+        assert abs(result.loss - loss) < 1e-12
+        assert largest_error(whole, gradients) < 1e-12
+
+
+def test_evaluation_keeps_nothing_and_gives_outputs():
+    whole = model(4)
+    inputs, targets = data(5)
+    loss, _ = reference(whole, inputs, targets)
+    counter = Counter()
+    for layer in whole:
+        layer.counter = counter
+    executor = PipelineExecutor(stages(whole, 4), loss_fn)
+    for name in ("interleaved-1f1b", "zb-v", "dualpipev"):
+        result = executor.evaluate(plan_of(name, 2, 5), inputs, targets)
+        assert abs(result.loss - loss) < 1e-12
+        for m, x in enumerate(inputs):
+            assert torch.equal(result.outputs[m], whole(x).detach())
+            assert not result.outputs[m].requires_grad
+    assert executor.evaluate(plan_of("zb-v", 2, 5), inputs).loss is None
+    assert all(p.grad is None for p in whole.parameters())
+    assert counter.now == 0
+
+
+def test_reductions_and_steps_of_a_plan_are_called_once_each():
+    inputs, targets = data(4)
+    called = []
+    for name in ("zb-v", "dualpipe"):
+        plan = with_steps(plan_of(name, 2, 4))
+        whole = model(plan.stages)
+        parts = stages(whole, plan.stages)
+        executor = PipelineExecutor(
+            parts,
+            loss_fn,
+            reduce=lambda stage: called.append(("reduce", stage)),
+            optimizer_step=lambda stage: called.append(("step", stage)),
+        )
+        called.clear()
+        executor.step(plan, inputs, targets)
+        wanted = [(what, s) for what in ("reduce", "step") for s in range(plan.stages)]
+        assert sorted(called) == wanted
+        steps = [i for i, (what, _) in enumerate(called) if what == "step"]
+        assert min(steps) >= plan.stages
+
+
+def test_what_fails_in_a_stage_is_named():
+    whole = model(2)
+    inputs, targets = data(3)
+    parts = stages(whole, 2)
+    parts[1] = nn.Linear(WIDTH + 1, WIDTH).double()
+    executor = PipelineExecutor(parts, loss_fn)
+    with pytest.raises(PipelineError, match=r"1F0: RuntimeError: .*6.*7") as caught:
+        executor.step(plan_of("1f1b", 2, 3), inputs, targets)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    vector = PipelineExecutor(stages(whole, 2), lambda y, t: y)
+    with pytest.raises(PipelineError, match=r"a tensor of one element"):
+        vector.step(plan_of("1f1b", 2, 3), inputs, targets)
+    made = PipelineExecutor({0: nn.Module(), 1: parts[1]}, loss_fn)
+    with pytest.raises(PipelineError, match=r"0F0: NotImplementedError"):
+        made.step(plan_of("1f1b", 2, 3), inputs, targets)
+
+
+def wrong_plan():
+    plan = plan_of("1f1b", 2, 3)
+    rows = list(plan.rows)
+    at = next(i for i, a in enumerate(rows[0]) if a.kind is Kind.BACKWARD)
+    rows[0] = (*rows[0][:at], *rows[0][at + 1 :])
+    return Schedule(plan.name, tuple(rows), plan.stages, plan.microbatches, plan.held)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": generate("1f1b", 2, 3)}, "0F0 is used on rank 1.*with_transfers"),
+        ({"plan": wrong_plan()}, "0I0.*is missing"),
+        ({"plan": plan_of("1f1b", 3, 3)}, r"stages here are \[0, 1\], in the plan \[0, 1, 2\]"),
+        ({"inputs": data(4)[0]}, r"inputs has 4 microbatches, the plan 3.*microbatches=4"),
+        ({"targets": data(2)[1]}, r"targets has 2 microbatches, the plan 3.*microbatches=2"),
+        ({"inputs": None}, r"inputs are missing: microbatches \[0, 1, 2\]"),
+        ({"inputs": [1.0] * 3}, r"inputs\[0\] has no tensor"),
+        ({"inputs": [object()] * 3}, r"inputs\[0\]: the value is a object"),
+        ({"weights": [1.0, -2.0, 1.0]}, r"weights \[-2.0\]"),
+        ({"weights": [0.0, 0.0, 0.0]}, r"total is 0.0"),
+        ({"total": float("nan")}, r"total is nan"),
+        ({"keywords": [{}]}, r"keywords has 1 microbatches"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(change, message):
+    whole = model(2)
+    ran = []
+    whole[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    executor = PipelineExecutor(stages(whole, 2), loss_fn)
+    inputs, targets = data(3)
+    given = {"plan": plan_of("1f1b", 2, 3), "inputs": inputs, "targets": targets, **change}
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        executor.step(**given)
+    assert not ran
+    with pytest.raises(ValueError, match="loss_fn is missing"):
+        PipelineExecutor(stages(whole, 2)).step(plan_of("1f1b", 2, 3), inputs, targets)
+    with pytest.raises(ValueError, match="no stages"):
+        PipelineExecutor({}, loss_fn)
+    with torch.no_grad(), pytest.raises(ValueError, match="evaluate"):
+        executor.step(plan_of("1f1b", 2, 3), inputs, targets)
