@@ -9,6 +9,7 @@ from pyparallel.pipeline.executor import PipelineExecutor, StepResult
 from pyparallel.pipeline.meta import materialise, parameters_on_meta
 from pyparallel.pipeline.partition import Partition, TiedParameter, partition_model
 from pyparallel.pipeline.parts import Part
+from pyparallel.pipeline.profiling import StepProfile, profile
 from pyparallel.pipeline.tied import sum_tied_gradients
 
 __all__ = [
@@ -16,11 +17,13 @@ __all__ = [
     "Partition",
     "PipelineError",
     "PipelineExecutor",
+    "StepProfile",
     "StepResult",
     "TiedParameter",
     "balance",
     "materialise",
     "parameters_on_meta",
     "partition_model",
+    "profile",
     "sum_tied_gradients",
 ]

@@ -8,6 +8,7 @@ It decides nothing: every rank does what its row of the plan says, in that order
 """
 
 import struct
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +39,16 @@ class StepResult:
         losses: microbatch -> its own loss, detached, where this process has the last stage.
         outputs: microbatch -> what the last stage gave, of `evaluate`, where it is held.
         measured: per row that runs in this process, its passes and their times.
+        meetings: what issuing each batch of messages took, in seconds.
+        seconds: from when all ranks had agreed on the step until this process had ended its rows.
     """
 
     loss: float | None
     losses: dict[int, Tensor]
     outputs: dict[int, Any]
     measured: dict[int, list[Measured]]
+    meetings: list[float]
+    seconds: float
 
 
 class PipelineExecutor:
@@ -63,6 +68,10 @@ class PipelineExecutor:
             summed by then.
         optimizer_step: (stage number) is called for each STEP, after all ranks have ended their
             passes well.
+
+    Attributes:
+        stages, group: as given.
+        agreement: how numbers of all ranks are gathered.
     """
 
     def __init__(
@@ -86,10 +95,10 @@ class PipelineExecutor:
         self._workers = {number: Stage(module, None) for number, module in stages.items()}
         where = torch.device(device)
         self._transport: GroupTransport | LocalTransport = LocalTransport()
-        self._agreement: Agreement = Ours()
+        self.agreement: Agreement = Ours()
         if group is not None:
             self._transport = GroupTransport(group, where, fixed_shapes)
-            self._agreement = GroupAgreement(group, where)
+            self.agreement = GroupAgreement(group, where)
 
     def step(
         self,
@@ -150,12 +159,15 @@ class PipelineExecutor:
             Row(rank, job, self._workers, self._transport.meet, self._reduce)
             for rank in self._ranks(plan)
         ]
+        begin = time.perf_counter()
         _together([row.run(units[row.rank]) for row in rows])
         self._transport.finish()
+        seconds = time.perf_counter() - begin
         loss = self._all_ended(job, rows)
         self._at_end(job, rows)
         measured = {row.rank: row.measured for row in rows}
-        return StepResult(loss, job.losses, job.outputs, measured)
+        meetings = [one for row in rows for one in row.meetings]
+        return StepResult(loss, job.losses, job.outputs, measured, meetings, seconds)
 
     def _ranks(self, plan: Schedule) -> Sequence[int]:
         return range(plan.ranks) if self.group is None else [self.group.rank()]
@@ -174,7 +186,7 @@ class PipelineExecutor:
             own.append(0 if not kinds else kinds.pop() if len(kinds) == 1 else -1)
         except ValueError as found:
             error = found
-        every = self._agreement.numbers(own)
+        every = self.agreement.numbers(own)
         if any(numbers[0] for numbers in every):
             raise ValueError(self._reasons(error)) from error
         assert job is not None
@@ -183,13 +195,13 @@ class PipelineExecutor:
                 names = f"{plan.name}, {plan.ranks} ranks, {plan.microbatches} microbatches"
                 text = f"ranks have different {what}; this one: {names}, "
                 text += "evaluate" if not request.training else "step"
-                texts = self._agreement.texts(text)
+                texts = self.agreement.texts(text)
                 raise ValueError("; ".join(f"rank {r}: {t}" for r, t in enumerate(texts)))
         one = {numbers[4] for numbers in every} - {0}
         if len(one) == 1 and -1 not in one:
             job.kinds = [one.pop()] * plan.microbatches
         else:  # each microbatch enters on one rank: there it is not 0
-            per_rank = self._agreement.numbers(job.kinds)
+            per_rank = self.agreement.numbers(job.kinds)
             job.kinds = [max(kinds) for kinds in zip(*per_rank, strict=True)]
         return job, ready.units
 
@@ -210,13 +222,13 @@ class PipelineExecutor:
         if not failed:
             part = sum(float(loss) * job.factors[m] for m, loss in sorted(job.losses.items()))
         own = [int(failed), int(bool(job.losses)), *struct.unpack("q", struct.pack("d", part))]
-        every = self._agreement.numbers(own)
+        every = self.agreement.numbers(own)
         if any(numbers[0] for numbers in every):
             for worker in self._workers.values():
                 worker.clear()
             errors = [(row.where, row.error) for row in rows if row.error is not None]
             text = "; ".join(f"{w}: {type(e).__name__}: {e}" for w, e in errors)
-            texts = self._agreement.texts(text)
+            texts = self.agreement.texts(text)
             if self.group is not None:
                 texts = [f"rank {r}: {t}" for r, t in enumerate(texts) if t]
             cause = errors[0][1] if errors else None
@@ -226,7 +238,7 @@ class PipelineExecutor:
         return sum(float(*struct.unpack("d", struct.pack("q", numbers[2]))) for numbers in every)
 
     def _reasons(self, error: ValueError | None) -> str:
-        texts = self._agreement.texts("" if error is None else str(error))
+        texts = self.agreement.texts("" if error is None else str(error))
         if self.group is None:
             return texts[0]
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)

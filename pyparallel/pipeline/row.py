@@ -88,6 +88,7 @@ class Row:
         self.where = ""
         self.failed = False
         self.measured: list[Measured] = []
+        self.meetings: list[float] = []  # seconds
         self.at_end: list[Action] = []
         plan = job.plan
         self._copied = {
@@ -105,7 +106,9 @@ class Row:
     def run(self, units: tuple[Unit, ...]) -> Iterator[None]:
         for unit in units:
             if unit.partner is not None:
+                start = time.perf_counter()
                 yield from self._meet(self, unit)
+                self.meetings.append(time.perf_counter() - start)
             else:
                 for action in unit.actions:
                     self._do(action)

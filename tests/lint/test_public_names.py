@@ -30,8 +30,9 @@ PUBLIC = {
         group_name matmul_all_reduce matmul_all_reduce_rms_norm matmul_reduce_scatter reduce_scatter
         replicate split""",
     "pyparallel.cli": "COMMANDS main",
-    "pyparallel.pipeline": """Part Partition PipelineError PipelineExecutor StepResult TiedParameter
-        balance materialise parameters_on_meta partition_model sum_tied_gradients""",
+    "pyparallel.pipeline": """Part Partition PipelineError PipelineExecutor StepProfile StepResult
+        TiedParameter balance materialise parameters_on_meta partition_model profile
+        sum_tied_gradients""",
     "pyparallel.schedule": """FAMILIES FORMS NO_MICROBATCH Action Channel Costs Family Kind Place
         Report Schedule ScheduleError Simulation Span Unit auto_schedule dumps generate grid loads
         simulate units validate with_steps with_transfers""",

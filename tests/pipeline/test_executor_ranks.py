@@ -4,14 +4,18 @@ Layers: every schedule on the backend "pyparallel" and some on gloo, all ranks c
 change, values of any dtype; failures on one rank, which all raise while the group stays usable.
 """
 
+import gc
+import time
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import pyparallel.comm  # noqa: F401  registers the backend
-from pyparallel.pipeline import PipelineError, PipelineExecutor
-from pyparallel.schedule import generate, with_steps, with_transfers
+from pyparallel.pipeline import PipelineError, PipelineExecutor, profile
+from pyparallel.schedule import auto_schedule, generate, with_steps, with_transfers
 from tests.launch import run_ranks
 from tests.pipeline.executor_models import (
     WIDTH,
@@ -289,6 +293,70 @@ def norms(rank):
     assert abs(square - sum(g.square().sum() for g in gradients.values())) < 1e-12
 
 
+class Fresh(torch.autograd.Function):
+    """An output in memory whose end can be seen, which autograd does not keep."""
+
+    @staticmethod
+    def forward(ctx, value, alive):
+        array = value.detach().numpy().copy()
+        alive[0] += 1
+        alive[1] = max(alive)
+        weakref.finalize(array, lambda: alive.__setitem__(0, alive[0] - 1))
+        return torch.from_numpy(array)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Giver(nn.Module):
+    def __init__(self, alive):
+        super().__init__()
+        self.linear, self.alive = nn.Linear(WIDTH, WIDTH).double(), alive
+
+    def forward(self, x):
+        return Fresh.apply(self.linear(x), self.alive)
+
+
+def outputs_are_freed(rank, backend):
+    """GPipe keeps all microbatches' graphs; not their outputs, once these have been sent."""
+    group = start(rank, backend)
+    plan = plan_of("gpipe", 2, 40)
+    alive = [0, 0]
+    mine = Giver(alive) if rank.rank == 0 else nn.Linear(WIDTH, WIDTH).double()
+    inputs, targets = data(40)
+    executor = PipelineExecutor({rank.rank: mine}, loss_fn, group=group)
+    gc.disable()
+    try:
+        executor.step(plan, inputs, targets)
+    finally:
+        gc.enable()
+    assert alive[0] == 0
+    assert alive[1] <= (8 + 2 if rank.rank == 0 else 0)  # those under way, and the one at hand
+
+
+def profiled(rank, name):
+    """Its costs are those of the passes, and lead the simulator near the measured step. How near is
+    a matter of the machine's other work."""
+    group = start(rank, "pyparallel")
+    plan, slow = plan_of(name, 2, 6), 0.01
+    whole = model(2)
+    inputs, targets = data(6)
+    whole[0].register_forward_pre_hook(lambda *_: time.sleep(slow))
+    executor = PipelineExecutor(own(plan, rank.rank, whole), loss_fn, group=group)
+    result = profile(executor, plan, lambda: executor.step(plan, inputs, targets), steps=3)
+    assert result.costs.forward[0] >= slow > result.costs.forward[1]
+    assert result.step_time >= 6 * slow
+    assert 6 * slow <= result.simulated <= 3 * result.step_time
+    assert f"simulated / measured {result.ratio:.2f}" in str(result)
+    auto_schedule(2, 6, result.costs)
+    with pytest.raises(ValueError, match="steps is 0"):
+        profile(executor, plan, lambda: None, steps=0)
+    with pytest.raises(ValueError, match="pass it a group"):
+        profile(PipelineExecutor(stages(whole, 2)), plan, lambda: None)
+    return result.costs, result.step_time
+
+
 def several(rank, *jobs):
     """Many checks, one start; each makes its group anew."""
     results = []
@@ -313,9 +381,14 @@ def test_two_ranks():
         (failures, "gloo"),
         (refusals,),
         (norms,),
+        (outputs_are_freed, "pyparallel"),
+        (outputs_are_freed, "gloo"),
+        (profiled, "1f1b"),
+        (profiled, "zb-h1"),
         timeout=100,
     )
-    assert results[0][4] == results[1][4]  # all ranks say the same
+    for index in (4, 5, 10, 11):  # failures and profiles: all ranks say the same
+        assert results[0][index] == results[1][index]
 
 
 def test_failures_in_the_middle_of_three_ranks():
