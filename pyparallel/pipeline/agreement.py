@@ -41,9 +41,9 @@ class GroupAgreement:
 
     def numbers(self, own: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(own, dtype=torch.int64, device=self.device)
-        every = mine.new_empty(self.group.size() * len(own))
-        dist.all_gather_into_tensor(every, mine, group=self.group)
-        return [list(row) for row in every.view(self.group.size(), len(own)).tolist()]
+        every = mine.new_empty(self.group.size(), len(own))
+        dist.all_gather(list(every.unbind()), mine, group=self.group)
+        return [list(row) for row in every.tolist()]
 
     def texts(self, own: str) -> list[str]:
         data = own.encode()

@@ -132,8 +132,15 @@ class Row:
             self._methods[action.kind](action, given)
             self.measured.append(Measured(action, start, time.perf_counter()))
         except Exception as error:  # whatever a stage, a loss or a hook raises
-            self.where = str(action)
+            self.where = f"{action}{self._given(action, given)}"
             self.fail(error)
+
+    def _given(self, action: Action, given: Any) -> str:
+        """For messages: what a forward was given."""
+        if action.kind is not Kind.FORWARD:
+            return ""
+        packet = self.job.inputs[action.microbatch] if action.stage == 0 else given
+        return f" of {packet.shape}" if isinstance(packet, Packet) else ""
 
     def _forward(self, action: Action, packet: Packet | None) -> None:
         job, microbatch = self.job, action.microbatch

@@ -3,7 +3,7 @@ them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,22 @@ class _Kept:
     inputs: list[Tensor]  # leaves, those whose gradients the stage before wants
     outputs: list[GradientEdge]
     seeds: list[Tensor] | None  # gradients of the outputs, where the stage knows them
+
+
+class _Enter(torch.autograd.Function):
+    """A leaf may not be changed in place, which a stage's first operation may well do (ReLU)."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _enter(leaf: Tensor) -> Tensor:
+    return cast(Tensor, _Enter.apply(leaf))  # type: ignore[no-untyped-call]
 
 
 class Stage:
@@ -57,6 +73,7 @@ class Stage:
             if training and shape.differentiable:
                 tensor = tensor.detach().requires_grad_()
                 inputs.append(tensor)
+                tensor = _enter(tensor)
             tensors.append(tensor)
         value = unpack(packet.shape, tensors)
         with torch.set_grad_enabled(training):

@@ -8,6 +8,7 @@ import gc
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from pyparallel.pipeline import PipelineError, PipelineExecutor, partition_model
@@ -203,6 +204,85 @@ def test_halves_recompute_nothing():
     assert calls.count("backward") == 3 + 6
 
 
+class Recomputed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.runs = inner, 0
+
+    def _count(self, x):
+        self.runs += 1
+        return self.inner(x)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self._count, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_activations_recomputed_inside_a_stage(name):
+    whole = model(2)
+    inputs, targets = data(4)
+    loss, gradients = reference(whole, inputs, targets)
+    parts = {index: Recomputed(stage) for index, stage in stages(whole, 2).items()}
+    result = PipelineExecutor(parts, loss_fn).step(plan_of(name, 2, 4), inputs, targets)
+    assert abs(result.loss - loss) < 1e-12
+    assert largest_error(whole, gradients) < 1e-12
+    if name == "1f1b":
+        assert [part.runs for part in parts.values()] == [8, 8]
+
+
+class Skipping(nn.Module):
+    """Its first activation is used by the last layer again, and its input by the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        first = self.a(x)
+        value = self.relu(self.b(first))
+        value = self.c(value) * x
+        return self.d(value) + first
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_skip_connections_to_later_stages(name):
+    torch.manual_seed(0)
+    whole = Skipping().double()
+    inputs, targets = data(3)
+    loss, gradients = reference(whole, inputs, targets)
+    partition = partition_model(whole, counts=[1] * 4, split_points=["b", "relu", "d"])
+    executor = PipelineExecutor({i: partition.stage(i) for i in range(4)}, loss_fn)
+    result = executor.step(plan_of(name, 4, 3), inputs, targets)
+    assert abs(result.loss - loss) < 1e-12
+    assert largest_error(whole, gradients) < 1e-12
+
+
+def test_keywords_go_to_every_stage():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+        def forward(self, x, scale):
+            return self.linear(x) * scale
+
+    parts = nn.ModuleList([Scaled(), Scaled()])
+    inputs, targets = data(3)
+    scales = [0.5, 2.0, 3.0]
+    value = sum(
+        loss_fn(parts[1](parts[0](x, s), s), t)
+        for x, t, s in zip(inputs, targets, scales, strict=True)
+    )
+    (value / 3).backward()
+    gradients = {n: p.grad for n, p in parts.named_parameters()}
+    parts.zero_grad()
+    executor = PipelineExecutor(dict(enumerate(parts)), loss_fn)
+    keywords = [{"scale": s} for s in scales]
+    executor.step(plan_of("zb-h1", 2, 3), inputs, targets, keywords=keywords)
+    assert largest_error(parts, gradients) < 1e-12
+
+
 def test_a_stage_without_layers_passes_on():
     whole = model(2)
     inputs, targets = data(3)
@@ -262,14 +342,16 @@ def test_what_fails_in_a_stage_is_named():
     parts = stages(whole, 2)
     parts[1] = nn.Linear(WIDTH + 1, WIDTH).double()
     executor = PipelineExecutor(parts, loss_fn)
-    with pytest.raises(PipelineError, match=r"1F0: RuntimeError: .*6.*7") as caught:
+    with pytest.raises(
+        PipelineError, match=r"1F0 of \(float64\[2, 6\]\): RuntimeError: .*6.*7"
+    ) as caught:
         executor.step(plan_of("1f1b", 2, 3), inputs, targets)
     assert isinstance(caught.value.__cause__, RuntimeError)
     vector = PipelineExecutor(stages(whole, 2), lambda y, t: y)
     with pytest.raises(PipelineError, match=r"a tensor of one element"):
         vector.step(plan_of("1f1b", 2, 3), inputs, targets)
     made = PipelineExecutor({0: nn.Module(), 1: parts[1]}, loss_fn)
-    with pytest.raises(PipelineError, match=r"0F0: NotImplementedError"):
+    with pytest.raises(PipelineError, match=r"0F0 of .*: NotImplementedError"):
         made.step(plan_of("1f1b", 2, 3), inputs, targets)
 
 

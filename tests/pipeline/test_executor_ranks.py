@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pyparallel.comm  # noqa: F401  registers the backend
+from pyparallel.layers import ColumnParallelLinear, RowParallelLinear
 from pyparallel.pipeline import PipelineError, PipelineExecutor, profile
 from pyparallel.schedule import auto_schedule, generate, with_steps, with_transfers
 from tests.launch import run_ranks
@@ -357,6 +358,78 @@ def profiled(rank, name):
     return result.costs, result.step_time
 
 
+def with_replicas(rank, name):
+    """Two pipelines of two ranks: each chunk's gradients are reduced once, after its last
+    microbatch, while messages of the other groups go on; means, not sums."""
+    start(rank, "pyparallel")
+    pipe = [dist.new_group([2 * d, 2 * d + 1]) for d in range(2)][rank.rank // 2]
+    replicas = [dist.new_group([s, s + 2]) for s in range(2)][rank.rank % 2]
+    plan = with_steps(plan_of(name, 2, 3))
+    whole = model(plan.stages)
+    inputs, targets = data(6)
+    loss, gradients = reference(whole, inputs, targets)
+    mine = slice(3 * (rank.rank // 2), 3 * (rank.rank // 2) + 3)
+    parts = own(plan, rank.rank % 2, whole)
+    reduced = []
+
+    def reduce(stage):
+        reduced.append(stage)
+        for parameter in parts[stage].parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=replicas)
+
+    executor = PipelineExecutor(parts, loss_fn, group=pipe, reduce=reduce)
+    result = executor.step(plan, inputs[mine], targets[mine])
+    assert sorted(reduced) == sorted(parts)
+    assert errors(plan, rank.rank % 2, whole, gradients) < 1e-12
+    both = torch.tensor(result.loss, dtype=torch.float64)
+    dist.all_reduce(both, op=dist.ReduceOp.AVG, group=replicas)
+    assert abs(both - loss) < 1e-12
+
+
+class Sharded(nn.Module):
+    """Two products, the first split by columns, the second by rows."""
+
+    def __init__(self, group, up, down):
+        super().__init__()
+        self.up = ColumnParallelLinear(WIDTH, 8, group=group, bias=False, dtype=torch.float64)
+        self.down = RowParallelLinear(8, WIDTH, group=group, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            self.up.weight.copy_(up.weight.chunk(2, 0)[group.rank()])
+            self.down.weight.copy_(down.weight.chunk(2, 1)[group.rank()])
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Unsharded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8, bias=False)
+        self.down = nn.Linear(8, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def with_tensor_parallel_stages(rank, name):
+    """Two stages, each sharded over two ranks: both halves of a backward communicate inside."""
+    start(rank, "pyparallel")
+    pipe = [dist.new_group([t, t + 2]) for t in range(2)][rank.rank % 2]
+    shards = [dist.new_group([2 * s, 2 * s + 1]) for s in range(2)][rank.rank // 2]
+    torch.manual_seed(4)
+    whole = nn.Sequential(Unsharded(), Unsharded()).double()
+    inputs, targets = data(4)
+    loss, gradients = reference(whole, inputs, targets)
+    stage = rank.rank // 2
+    mine = Sharded(shards, whole[stage].up, whole[stage].down)
+    executor = PipelineExecutor({stage: mine}, loss_fn, group=pipe)
+    result = executor.step(plan_of(name, 2, 4), inputs, targets)
+    assert abs(result.loss - loss) < 1e-12
+    for part, dim in (("up", 0), ("down", 1)):
+        wanted = gradients[f"{stage}.{part}.weight"].chunk(2, dim)[shards.rank()]
+        assert (getattr(mine, part).weight.grad - wanted).abs().max() < 1e-12
+
+
 def several(rank, *jobs):
     """Many checks, one start; each makes its group anew."""
     results = []
@@ -394,3 +467,13 @@ def test_two_ranks():
 def test_failures_in_the_middle_of_three_ranks():
     told = run_ranks(failures, 3, "pyparallel", timeout=100)
     assert told[0] == told[1] == told[2]
+
+
+def test_replicas_and_tensor_parallel_stages():
+    run_ranks(
+        several,
+        4,
+        *((with_replicas, name) for name in ("1f1b", "zb-v", "dualpipe")),
+        *((with_tensor_parallel_stages, name) for name in ("1f1b", "zb-h1")),
+        timeout=100,
+    )
