@@ -1,10 +1,10 @@
 """Measures configurations on this machine's GPU: python -m pyparallel.triton_kernels.autotune
 
-    python -m pyparallel.triton_kernels.autotune --m 16 4096 --n 4096 --k 14336 [--dtype bfloat16]
+    python -m pyparallel.triton_kernels.autotune --world 8 --m 16 4096 --n 4096 --k 14336
 
 Every candidate of configurations.py is checked against torch and timed as the plain GEMM, whose
-tiles the other kernels use; the fastest goes into a file. `choose()` takes what `load()` gives:
-where ranks choose, rank 0's table is given to all, since two ranks must never cut differently.
+tiles the other kernels use; the fastest goes into a file, for each kernel. The ops read it: rank
+0's table is given to all ranks of a group, since two must never cut differently.
 """
 
 import argparse
@@ -26,7 +26,19 @@ from .configurations import (
     with_programs,
 )
 from .gemm import TileConfig
+from .gemm_all_reduce import problem_op
+from .gemm_reduce_scatter import OP as REDUCE_SCATTER
+from .gemm_then_collective import OP as THEN_COLLECTIVE
 
+# Problem.op of the kernels, and whether their rows are cut by rank.
+KERNELS = {
+    "gemm": False,
+    "all_gather_gemm": True,
+    REDUCE_SCATTER: True,
+    THEN_COLLECTIVE: True,
+    problem_op("one_shot"): False,
+    problem_op("two_shot"): False,
+}
 FORMAT = 1  # of the file; files of another are not read
 ROUNDS = 5  # interleaved, so that a change of clocks meets all candidates
 
@@ -59,16 +71,26 @@ def load(path: "Path | None" = None) -> "tuple[dict[str, TileConfig], str]":
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         return {}, f"{path} is of another format than {FORMAT}"
     try:
-        return {str(key): _config(row) for key, row in data["best"].items()}, ""
+        return from_rows(data["best"]), ""
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return {}, f"{path} is damaged: {error}"
+
+
+def to_rows(best: "Mapping[str, TileConfig]") -> "dict[str, dict[str, object]]":
+    """The table as plain data."""
+    return {key: asdict(config) for key, config in best.items()}
+
+
+def from_rows(rows: "Mapping[str, Mapping[str, object]]") -> "dict[str, TileConfig]":
+    """The table from plain data, each value checked."""
+    return {str(key): _config(row) for key, row in rows.items()}
 
 
 def save(best: "Mapping[str, TileConfig]", path: "Path | None" = None) -> Path:
     """Adds to the table; it is whole at all times, and the user's alone."""
     path = path or default_path()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    rows = {key: asdict(config) for key, config in {**load(path)[0], **best}.items()}
+    rows = to_rows({**load(path)[0], **best})
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps({"format": FORMAT, "best": rows}, indent=1, sort_keys=True))
     draft.chmod(0o600)
@@ -160,7 +182,12 @@ def main(argv: "Sequence[str] | None" = None) -> int:
     parser.add_argument("--n", type=int, required=True)
     parser.add_argument("--k", type=int, required=True, help="of one rank")
     parser.add_argument("--dtype", choices=sorted(ITEM_BYTES), default="bfloat16")
-    parser.add_argument("--op", default="gemm", help="of Problem.op: whose table it is")
+    parser.add_argument(
+        "--op", nargs="+", choices=list(KERNELS), default=list(KERNELS), help="kernels (all)"
+    )
+    parser.add_argument(
+        "--world", type=int, default=1, help="ranks of the group, by which rows are cut (1)"
+    )
     parser.add_argument("--out", type=Path, default=None, help=f"file (default: {default_path()})")
     arguments = parser.parse_args(argv)
     import torch
@@ -174,12 +201,22 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         return 2
     chip = chip_of(torch.cuda.current_device())
     problems = [
-        Problem(arguments.op, (m,), arguments.n, arguments.k, arguments.dtype) for m in arguments.m
+        problem_of(op, m, arguments.n, arguments.k, arguments.dtype, arguments.world)
+        for m in arguments.m
+        for op in arguments.op
     ]
     results = [tune(problem, chip, measure_on_gpu(problem, chip)) for problem in problems]
     print("\n".join(report(results)))
     print(f"written: {save({one.key: one.best for one in results}, arguments.out)}")
     return 0
+
+
+def problem_of(op: str, m: int, n: int, k: int, dtype: str, world: int) -> Problem:
+    """What a kernel of KERNELS has to do with m rows of `world` ranks, as the ops would ask."""
+    if world < 1 or m < 1:
+        raise ValueError(f"m = {m} rows of {world} ranks: want at least 1 of both")
+    rows = tuple(m // world + (rank < m % world) for rank in range(world))
+    return Problem(op, rows if KERNELS[op] else (m,), n, k, dtype)
 
 
 def report(results: "Iterable[Result]") -> "list[str]":

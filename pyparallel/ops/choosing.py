@@ -74,12 +74,13 @@ class Policy:
     points_from: str
     override: str  # the text of PYPARALLEL_ALGORITHM
     machine: str  # as machine_named takes it; "" where the chip is not known
+    tiles: str = ""  # what autotune has measured on rank 0's GPU: JSON of its rows, "" if nothing
 
     @staticmethod
     def of_this_process() -> "Policy":
         rule, why = load(default_path())
         override = os.environ.get("PYPARALLEL_ALGORITHM", "")
-        return Policy(rule.points if rule else (), why, override, _machine())
+        return Policy(rule.points if rule else (), why, override, _machine(), _tiles())
 
     def to_bytes(self) -> bytes:
         body = {
@@ -87,6 +88,7 @@ class Policy:
             "points_from": self.points_from,
             "override": self.override,
             "machine": self.machine,
+            "tiles": self.tiles,
         }
         return json.dumps(body).encode()
 
@@ -94,7 +96,7 @@ class Policy:
     def from_bytes(raw: bytes) -> "Policy":
         body = json.loads(raw)
         rule = Rule.from_text(json.dumps(body["rule"]))
-        texts = [str(body[name]) for name in ("points_from", "override", "machine")]
+        texts = [str(body[name]) for name in ("points_from", "override", "machine", "tiles")]
         return Policy(rule.points, *texts)
 
 
@@ -109,6 +111,17 @@ def _machine() -> str:
     if peers and "PCIE" not in torch.cuda.get_device_name().upper():
         return chip.name  # with the link that this chip is sold with
     return f"{chip.name} PCIe"
+
+
+def _tiles() -> str:
+    if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
+        return ""
+    from pyparallel.triton_kernels import autotune
+
+    measured, why = autotune.load()
+    if why and autotune.default_path().exists():
+        warnings.warn(f"tiles are predicted, not measured: {why}", RuntimeWarning, stacklevel=2)
+    return json.dumps(autotune.to_rows(measured), sort_keys=True) if measured else ""
 
 
 def algorithms(op: str, device: str) -> Mapping[str, str]:

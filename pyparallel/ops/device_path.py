@@ -9,6 +9,7 @@ the alignment of any rank, which each call agrees on through the group's communi
 is of the host alone; nothing waits for the device.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,7 @@ from pyparallel.comm import Communicator, SymmetricMemory
 from pyparallel.errors import InvalidArgument
 from pyparallel.ops.choosing import algorithms
 
-__all__ = ["DTYPES", "KERNELS", "DevicePath", "NormOf", "chosen_config", "shards_on", "unfit"]
+__all__ = ["DTYPES", "KERNELS", "DevicePath", "NormOf", "shards_on", "unfit"]
 
 # Algorithms that this file launches; names as designs.py has them.
 KERNELS = {
@@ -71,9 +72,11 @@ class DevicePath:
     under graph capture that raises and names the call to make before.
     """
 
-    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+    def __init__(self, communicator: Communicator, device: torch.device, tiles: str) -> None:
+        """`tiles`: measured ones (Policy.tiles), alike on all ranks."""
         self._communicator = communicator
         self._device = device
+        self._tiles = tiles
         self._spaces: dict[tuple[Any, ...], tuple[SymmetricMemory, Any]] = {}
         self._streams: dict[str, torch.cuda.Stream] = {}
 
@@ -105,7 +108,7 @@ class DevicePath:
         _, n, fits = self.agree(note, k, least_n, (*weights,))
         row_bytes = k * x.element_size()
         fits = fits and row_bytes % 16 == 0  # gathered rows lie side by side
-        config = self._config("all_gather_gemm", tuple(sizes), n, k, x.dtype, fits)
+        config = self.config("all_gather_gemm", tuple(sizes), n, k, x.dtype, fits)
 
         def layout() -> AllGatherLayout:
             most = _power_of_two(rows)
@@ -167,7 +170,7 @@ class DevicePath:
 
         n, most = weight.shape[0], max(sizes)
         k, _, fits = self.agree(note, x.shape[1], n, (x, weight))
-        config = self._config(OP, tuple(sizes), n, k, x.dtype, fits)
+        config = self.config(OP, tuple(sizes), n, k, x.dtype, fits)
         tiles = tiles_of(most, n, config.block_m, config.block_n)
         workspace = self._space(
             ("reduce_scatter", n),
@@ -213,7 +216,7 @@ class DevicePath:
         m, n, world = x.shape[0], weight.shape[0], self._communicator.world_size
         dtype = out_dtype or x.dtype
         k, _, fits = self.agree(note, x.shape[1], n, (x, weight))
-        config = self._config(kernel.problem_op(algorithm), (m,), n, k, x.dtype, fits)
+        config = self.config(kernel.problem_op(algorithm), (m,), n, k, x.dtype, fits)
         shards = _shards_of(algorithm, m, world, config, str(self._device))
         most = m if algorithm == kernel.MULTIMEM else max(shards.sizes)
         tiles = tiles_of(max(shards.sizes), n, config.block_m, config.block_n)
@@ -274,10 +277,12 @@ class DevicePath:
         least_k, least_n, fits = facts.tolist()
         return least_k, least_n, bool(fits)
 
-    def _config(
+    def config(
         self, op: str, rows: tuple[int, ...], n: int, k: int, dtype: torch.dtype, fits: bool
     ) -> Any:
-        return chosen_config(op, rows, n, k, dtype, fits, self._device)
+        """The tiles for a problem, a pure function of what ranks have agreed on."""
+        name = str(dtype).removeprefix("torch.")
+        return _chosen(op, rows, n, k, name, fits, str(self._device), self._tiles)
 
     def _configs(self, config: Any, op: str, n: int) -> list[Any]:
         """`config` and the smallest tiles that a later call may choose, so that flags suffice."""
@@ -331,28 +336,22 @@ class DevicePath:
         raise_failure(workspace.status, op, self._communicator.name, steps)
 
 
-def chosen_config(
-    op: str,
-    rows: tuple[int, ...],
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    fits: bool,
-    device: torch.device,
-) -> Any:
-    """The tiles for a problem, a pure function of what ranks have agreed on."""
-    return _chosen(op, rows, n, k, str(dtype).removeprefix("torch."), fits, str(device))
-
-
 @lru_cache(maxsize=4096)
 def _chosen(
-    op: str, rows: tuple[int, ...], n: int, k: int, dtype: str, fits: bool, device: str
+    op: str, rows: tuple[int, ...], n: int, k: int, dtype: str, fits: bool, device: str, tiles: str
 ) -> Any:
     from pyparallel.triton_kernels.configurations import CHIPS, Problem, chip_of, choose
 
     where = torch.device(device)
     chip = CHIPS["interpreter"] if where.type == "cpu" else chip_of(where.index or 0)
-    return choose(Problem(op, rows, n, k, dtype, fits), chip).config
+    return choose(Problem(op, rows, n, k, dtype, fits), chip, _measured(tiles)).config
+
+
+@lru_cache(maxsize=8)
+def _measured(tiles: str) -> dict[str, Any]:
+    from pyparallel.triton_kernels.autotune import from_rows
+
+    return from_rows(json.loads(tiles)) if tiles else {}
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyparallel.ops.device_path import DevicePath, chosen_config, shards_on
+from pyparallel.ops.device_path import DevicePath, shards_on
 from pyparallel.ops.engines import Engine
 
 __all__ = ["GroupedPath"]
@@ -39,7 +39,7 @@ class GroupedPath:
 
         n, world, rank = weight.shape[0], self._engine.world_size, self._engine.rank
         k, _, fits = self._path.agree(note, x.shape[1], n, (x, weight))
-        config = chosen_config(OP, tuple(sizes), n, k, x.dtype, fits, x.device)
+        config = self._path.config(OP, tuple(sizes), n, k, x.dtype, fits)
         groups = groups_of(sizes, config, _GROUPS)
         rows = groups.count * world * groups.chunk
         key = ("scatter", n, x.dtype)
@@ -90,7 +90,7 @@ class GroupedPath:
 
         m, n, rank = x.shape[0], weight.shape[0], self._engine.rank
         k, _, fits = self._path.agree(note, x.shape[1], n, (x, weight))
-        config = chosen_config(OP, (m,), n, k, x.dtype, fits, x.device)
+        config = self._path.config(OP, (m,), n, k, x.dtype, fits)
         scratch = self._scratch.get(("reduce",))
         if scratch is None:
             scratch = self._scratch[("reduce",)] = Scratch.make(_GROUPS, x.device)

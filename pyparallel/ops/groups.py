@@ -61,7 +61,9 @@ class Seat:
         if found is None:
             meeting = self.engine.meeting
             assert meeting is not None, "a group of one rank has no fused kernels"
-            found = self._device_paths[device] = DevicePath(meeting, device)
+            found = self._device_paths[device] = DevicePath(
+                meeting, device, self.chooser.policy.tiles
+            )
         return found
 
     def grouped_path(self, x: torch.Tensor) -> GroupedPath:

@@ -244,7 +244,7 @@ class TestFile:
         assert load(rule.default_path()) == (None, "PYPARALLEL_RULE is none")
 
     def test_the_policy_goes_over_the_wire_as_data(self):
-        mine = Policy((self.POINT,), "why", "plain", "H100")
+        mine = Policy((self.POINT,), "why", "plain", "H100", "{}")
         assert Policy.from_bytes(mine.to_bytes()) == mine
         body = json.loads(mine.to_bytes())
         body["rule"]["points"][0]["us"]["plain"] = -1

@@ -8,8 +8,16 @@ import sys
 import pytest
 import torch
 
+from pyparallel.ops.device_path import DevicePath
 from pyparallel.triton_kernels import autotune
-from pyparallel.triton_kernels.configurations import CHIPS, Problem, candidates, choose
+from pyparallel.triton_kernels.configurations import (
+    CHIPS,
+    Problem,
+    candidates,
+    choose,
+    key_of,
+    with_programs,
+)
 
 HOPPER = CHIPS["H100 SXM"]
 PROBLEM = Problem("gemm", (4096,), 4096, 4096, "bfloat16")
@@ -100,3 +108,24 @@ def test_without_a_gpu_the_command_says_so():
     )
     assert done.returncode == 2
     assert "torch sees none here" in done.stderr
+
+
+def test_problems_are_cut_as_the_ops_cut_them():
+    cut = autotune.problem_of("gemm_reduce_scatter", 10, 64, 32, "bfloat16", 4)
+    assert cut == Problem("gemm_reduce_scatter", (3, 3, 2, 2), 64, 32, "bfloat16")
+    assert autotune.problem_of("gemm_all_reduce", 10, 64, 32, "bfloat16", 4).rows == (10,)
+    with pytest.raises(ValueError, match="m = 0 rows of 4 ranks"):
+        autotune.problem_of("gemm", 0, 64, 32, "bfloat16", 4)
+
+
+def test_the_ops_take_what_was_measured():
+    problem = Problem("gemm_all_reduce", (96,), 192, 64, "float32", True)
+    chip = CHIPS["interpreter"]
+    predicted = choose(problem, chip).config
+    fit = [c.config for c in candidates(problem, chip) if not c.excluded]
+    slower = next(c for c in fit if dataclasses.replace(predicted, programs=c.programs) != c)
+    table = json.dumps(autotune.to_rows({key_of(problem, chip): slower}))
+    asked = (problem.op, problem.rows, problem.n, problem.k, torch.float32, True)
+    cpu = torch.device("cpu")
+    assert DevicePath(None, cpu, "").config(*asked) == predicted
+    assert DevicePath(None, cpu, table).config(*asked) == with_programs(slower, problem, chip)
