@@ -7,6 +7,7 @@ from pyparallel.pipeline.agreement import PipelineError
 from pyparallel.pipeline.balance import balance
 from pyparallel.pipeline.executor import PipelineExecutor, StepResult
 from pyparallel.pipeline.meta import materialise, parameters_on_meta
+from pyparallel.pipeline.norm import clip_gradient_norm_, gradient_norm
 from pyparallel.pipeline.partition import Partition, TiedParameter, partition_model
 from pyparallel.pipeline.parts import Part
 from pyparallel.pipeline.profiling import StepProfile, profile
@@ -21,6 +22,8 @@ __all__ = [
     "StepResult",
     "TiedParameter",
     "balance",
+    "clip_gradient_norm_",
+    "gradient_norm",
     "materialise",
     "parameters_on_meta",
     "partition_model",

@@ -31,7 +31,8 @@ PUBLIC = {
         replicate split""",
     "pyparallel.cli": "COMMANDS main",
     "pyparallel.pipeline": """Part Partition PipelineError PipelineExecutor StepProfile StepResult
-        TiedParameter balance materialise parameters_on_meta partition_model profile
+        TiedParameter balance clip_gradient_norm_ gradient_norm materialise parameters_on_meta
+        partition_model profile
         sum_tied_gradients""",
     "pyparallel.schedule": """FAMILIES FORMS NO_MICROBATCH Action Channel Costs Family Kind Place
         Report Schedule ScheduleError Simulation Span Unit auto_schedule dumps generate grid loads

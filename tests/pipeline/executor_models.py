@@ -1,14 +1,17 @@
-"""A model, its data and its one-process reference, for tests of the executor."""
+"""A model, its data, its one-process reference and its ranks, for tests of the executor."""
 
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import pyparallel.comm  # noqa: F401  registers the backend
 from pyparallel.pipeline import partition_model
 from pyparallel.schedule import FAMILIES, Schedule, generate, with_transfers
+from tests.launch import Rank
 
 WIDTH = 6
 
@@ -115,3 +118,44 @@ def grid(ranks: tuple[int, ...], microbatches: tuple[int, ...]) -> list[tuple[st
         for m in microbatches
         for v in ((1, 2, 3) if family.chunks is None else (family.chunks,))
     ]
+
+
+def start(rank: Rank, backend: str) -> dist.ProcessGroup:
+    """The group of all ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, store=rank.store(), rank=rank.rank, world_size=rank.world_size)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def own(plan: Schedule, rank: int, whole: nn.Sequential) -> dict[int, nn.Module]:
+    parts = stages(whole, plan.stages)
+    return {stage: parts[stage] for stage in plan.held[rank]}
+
+
+def given(plan: Schedule, rank: int, inputs: Any, targets: Any) -> tuple[Any, Any]:
+    """What this rank passes: only what it needs."""
+    held = plan.held[rank]
+    return (inputs if 0 in held else None, targets if plan.stages - 1 in held else None)
+
+
+def errors(plan: Schedule, rank: int, whole: nn.Module, gradients: dict[str, Tensor]) -> float:
+    """The largest error of this rank's gradients, which are all there."""
+    found = dict(whole.named_parameters())
+    mine = [n for n in gradients if int(n.split(".")[0]) in plan.held[rank]]
+    others = [n for n, p in found.items() if n not in mine and p.grad is not None]
+    assert not others
+    return max(float((found[n].grad - gradients[n]).abs().max()) for n in mine)
+
+
+def several(rank: Rank, *jobs: Any) -> list[Any]:
+    """Many checks, one start; each makes its group anew."""
+    results = []
+    for number, (job, *args) in enumerate(jobs):
+        rank_of_job = type(rank)(
+            rank.rank, rank.world_size, f"{rank.rendezvous}.{number}", rank.timeout, rank._report
+        )
+        results.append(job(rank_of_job, *args))
+        dist.destroy_process_group()
+    return results
