@@ -145,7 +145,10 @@ def _from_csv(text: str) -> Schedule:
     """The comments say what the text form's head says; then a line per action, ranks in order."""
     lines = text.splitlines()
     comments = [line[2:] for line in lines if line.startswith("# ")]
-    table = list(csv.reader(line for line in lines if line and not line.startswith("#")))
+    try:
+        table = list(csv.reader(line for line in lines if line and not line.startswith("#")))
+    except csv.Error as error:
+        raise ScheduleError(f"no CSV: {error}") from None
     if not table or tuple(table[0]) != _COLUMNS:
         raise ScheduleError(f"the first line without # is not {','.join(_COLUMNS)}")
     cells: dict[int, list[str]] = {}

@@ -89,6 +89,7 @@ CSV = dumps(generate("1f1b", 2, 1), "csv")
         ("json", json.dumps({**JSON, "held": 3}), "held is 3, not a list per rank"),
         ("json", json.dumps({**JSON, "rows": [["0F0"], [3]]}), "rows of rank 1 is .3., not a list"),
         ("json", json.dumps({**JSON, "rows": [[], []]}), "0F0 is missing"),
+        ("csv", "x" * 200_000, "no CSV: field larger than field limit"),
         ("csv", "", "the first line without # is not rank,kind,stage"),
         ("csv", CSV.replace("0,F,0,0,0,0", "0,F,0,0,0"), "action 0 has 5 columns"),
         ("csv", CSV.replace("0,F,0,0,0,0", "0,F,0,0,0,2"), "with_next is '2', not 0 or 1"),
