@@ -6,12 +6,15 @@ subclasses go through torch's dispatcher; a plain call that none of them watches
 which saves some 20 us of Python.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from pyparallel.errors import Unsupported
 
 __all__ = ["define", "is_direct", "library_op", "rows_of"]
 
@@ -51,6 +54,8 @@ def is_direct(*tensors: Any) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
     grad = torch.is_grad_enabled()
     for x in tensors:
         if not isinstance(x, Tensor) or type(x).__name__ == "DTensor":
@@ -58,6 +63,16 @@ def is_direct(*tensors: Any) -> bool:
         if type(x) not in _PLAIN or (grad and x.requires_grad):
             return False
     return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def _refuse_tangents(tensors: Sequence[Any]) -> None:
+    """An error for dual tensors: torch would drop the tangent, and a derivative would be zero."""
+    for x in tensors:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise Unsupported(
+                f"an operand of shape {list(x.shape)} has a forward-mode tangent (jvp), and no op "
+                "of a group has a forward-mode derivative; use backward, or vjp"
+            )
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -225,6 +225,11 @@ def wrong(rank):
                 vocab_parallel_cross_entropy(logits, given.pop("target"), group=group, **given)
             texts.append(str(caught.value))
         assert vocab_parallel_cross_entropy(*good, 12, group) > 0
+        logits = good[0].requires_grad_()
+        loss = vocab_parallel_cross_entropy(logits, good[1], 12, group)
+        (first,) = torch.autograd.grad(loss, logits, create_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            torch.autograd.grad(first.square().sum(), logits)  # it has none, and says so
     return texts
 
 
