@@ -26,6 +26,7 @@ from pyparallel.layers.module import InitMethod, ShardedModule
 from pyparallel.layers.parameters import REPLICATED, ParameterLayout, Part, assemble
 from pyparallel.layers.partition import Partition
 from pyparallel.layers.sequence import SequenceSharding, sharding_of
+from pyparallel.ops.autocast import casts, is_cast
 from pyparallel.ops.library import is_direct, rows_of
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
@@ -88,7 +89,7 @@ class _ParallelLinear(ShardedModule):
                 f"input has shape {list(x.shape)}; expected [..., {features}] "
                 f"(weight {self.out_features} x {self.in_features}, {self.place.size} ranks)"
             )
-        if x.dtype != self.weight.dtype:
+        if x.dtype != self.weight.dtype and not is_cast(x):
             misfits.append(f"input has dtype {x.dtype}, weight {self.weight.dtype}")
         if x.device != self.weight.device:
             misfits.append(f"input is on {x.device}, weight on {self.weight.device}")
@@ -300,6 +301,7 @@ class _LinearOfReplicated(torch.autograd.Function):
 
 
 def _linear_of_replicated(x: Tensor, weight: Tensor, bias: "Tensor | None", group: str) -> Tensor:
+    x, weight, bias = casts(x, weight, bias)
     if not torch.is_grad_enabled():
         return _product(x, weight, bias)
     y: Tensor = _LinearOfReplicated.apply(x, weight, bias, group)  # type: ignore[no-untyped-call]

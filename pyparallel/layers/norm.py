@@ -17,6 +17,7 @@ from pyparallel.errors import InvalidArgument
 from pyparallel.layers.module import ShardedModule
 from pyparallel.layers.parameters import REPLICATED
 from pyparallel.layers.sequence import SequenceSharding, sharding_of
+from pyparallel.ops.autocast import is_cast
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -57,7 +58,8 @@ class _Norm(ShardedModule):
         misfits = []
         if x.dim() < 1 or x.shape[-1] != self.size:
             misfits.append(f"input has shape {list(x.shape)}; expected [..., {self.size}]")
-        if x.dtype != self.weight.dtype or x.device != self.weight.device:
+        same = x.dtype == self.weight.dtype or is_cast(x)
+        if not same or x.device != self.weight.device:
             misfits.append(
                 f"input is {x.dtype} on {x.device}, weight {self.weight.dtype} on "
                 f"{self.weight.device}"

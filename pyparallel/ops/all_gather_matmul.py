@@ -23,6 +23,7 @@ from torch.nn.functional import linear
 
 from pyparallel.comm.products import times_weight
 from pyparallel.errors import InvalidArgument
+from pyparallel.ops.autocast import casts
 from pyparallel.ops.checks import Misfits, by, check_floats, check_linear, dim_of, own_sizes
 from pyparallel.ops.device_path import KERNELS
 from pyparallel.ops.groups import Seat, group_name, seat_of
@@ -310,6 +311,11 @@ def all_gather_matmul(
             *(sizes, out_dtype or torch.bfloat16, algorithm),
         )
         return products if listed else products[0]
+    if main_grad is not None:
+        weights = into_main_grad(_NAME, group, weights, main_grad)
+    x, *operands = casts(x, *weights, *biases)
+    weights, biases = operands[: len(weights)], operands[len(weights) :]
+    given = [b for b in biases if b is not None]
     if out is not None:
         if return_gathered:
             error = InvalidArgument("out= does not take the gathered x; leave return_gathered out")
@@ -324,8 +330,6 @@ def all_gather_matmul(
             lambda: _product_shapes(seat_of(group), x, weights, gather_dim, sizes),
             out,
         )  # fmt: skip
-    if main_grad is not None:
-        weights = into_main_grad(_NAME, group, weights, main_grad)
     if is_direct(x, *weights, *biases):
         results = _run(
             x, weights, biases, group, gather_dim, shard_sizes, return_gathered, algorithm

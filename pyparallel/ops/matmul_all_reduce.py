@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pyparallel.comm.products import part_times_weight
 from pyparallel.ops.all_reduce_rms_norm import rms_norm
+from pyparallel.ops.autocast import casts
 from pyparallel.ops.checks import Misfits, by, check_floats, check_linear
 from pyparallel.ops.device_path import KERNELS, NormOf
 from pyparallel.ops.groups import Seat, group_name, key_of, seat_of
@@ -203,6 +204,7 @@ def matmul_all_reduce(
         return total
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
+    x, weight, bias = casts(x, weight, bias)
     if out is not None:
         written: Tensor = into_out(
             _NAME,

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pyparallel.ops.all_reduce_rms_norm import check_norm, rms_norm_backward
+from pyparallel.ops.autocast import casts
 from pyparallel.ops.checks import Misfits, check_floats, check_linear
 from pyparallel.ops.device_path import NormOf
 from pyparallel.ops.groups import group_name, key_of, seat_of
@@ -140,6 +141,7 @@ def matmul_all_reduce_rms_norm(
     """
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
+    x, weight, bias, residual, norm_weight = casts(x, weight, bias, residual, norm_weight)
     if is_direct(x, weight, bias, residual, norm_weight):
         return _run(x, weight, bias, residual, norm_weight, eps, group, algorithm)
     both: tuple[Tensor, Tensor] = library_op(_NAME)(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pyparallel.comm.products import part_times_weight
+from pyparallel.ops.autocast import casts
 from pyparallel.ops.checks import Misfits, by, check_floats, check_linear, dim_of, sizes_of_whole
 from pyparallel.ops.device_path import KERNELS
 from pyparallel.ops.groups import Seat, group_name, seat_of
@@ -276,6 +277,7 @@ def matmul_reduce_scatter(
         return rows
     if main_grad is not None:
         (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
+    x, weight, bias = casts(x, weight, bias)
     if out is not None:
         written: Tensor = into_out(
             _NAME,
