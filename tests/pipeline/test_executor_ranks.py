@@ -64,8 +64,8 @@ def every_schedule(rank, backend, cases):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_schedule_on_our_backend(ranks):
-    """m up to 8, fewer than ranks too; REDUCE sums copies (DualPipe). Of graphs, at most as many are
-    alive on a rank as the validator says, exactly."""
+    """m up to 8, fewer than ranks too; REDUCE sums copies (DualPipe). As many graphs are alive on a
+    rank as the validator says, exactly."""
     cases = grid((ranks,), (1, 2, 3, 8) if ranks < 3 else (1, 2, 5))
     run_ranks(every_schedule, ranks, "pyparallel", cases, timeout=100)
 
