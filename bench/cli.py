@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,6 +29,7 @@ from bench.suites import ONE_WORLD, SUITES, TABLES, WEIGHTS, suite, table
 
 QUICK_SECONDS = 95.0  # for the cases of all suites and world sizes together
 MOST_RANKS = 8  # of a run that names no world sizes: each rank holds buffers and a torch of its own
+T = TypeVar("T")
 METHOD = (
     "Inputs are random; each side is verified against float64 on all ranks before it is timed. "
     "All sides run in the same processes, interleaved, aligned starts, the slowest rank counts; "
@@ -55,7 +56,13 @@ def parser() -> argparse.ArgumentParser:
         help=f"ranks (2, and one more than the cores, {MOST_RANKS} at most; on GPUs one each)",
     )
     out.add_argument("--quick", action="store_true", help="fewer sizes, less than three minutes")
-    out.add_argument("--out", type=Path, default=Path("bench_results"), metavar="DIR")
+    out.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bench_results"),
+        metavar="DIR",
+        help="where bench.json, plots and bench.html go (bench_results)",
+    )
     out.add_argument(
         "--peer",
         nargs="+",
@@ -71,9 +78,21 @@ def parser() -> argparse.ArgumentParser:
         metavar="OP",
         help=", ".join([*DESCRIPTIONS, *GEMM_OPS, *BLOCK_OPS]),
     )
-    out.add_argument("--size", nargs="+", default=[], type=parse_bytes, metavar="BYTES")
     out.add_argument(
-        "--shape", nargs="+", default=[], type=parse_shape, metavar="MxNxK", help="of suite gemm"
+        "--size",
+        nargs="+",
+        default=[],
+        type=_read_by(parse_bytes),
+        metavar="BYTES",
+        help="of suite collectives: 4K, 64M, ...",
+    )
+    out.add_argument(
+        "--shape",
+        nargs="+",
+        default=[],
+        type=_read_by(parse_shape),
+        metavar="MxNxK",
+        help="of suite gemm: 16x1024x4096, ...",
     )
     out.add_argument("--dtype", nargs="+", default=[], choices=LONG)
     out.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -81,6 +100,18 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--seconds", type=float, help="for the cases of one world size")
     out.add_argument("--timeout", type=float, default=60.0, help="of one wait between ranks")
     return out
+
+
+def _read_by(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """For argparse, which shows what an ArgumentTypeError says, and of a ValueError nothing."""
+
+    def read(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def default_worlds(cores: int) -> tuple[int, ...]:
@@ -134,6 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = options_from(arguments)
         names, tables = _suites(arguments.suites)
+        _refuse_without_effect(arguments, names)
+        names = _with_cases(names, options, named=bool(arguments.suites))
         lacks = _missing(names, options)
     except ValueError as error:
         lacks = [str(error)]
@@ -168,6 +201,26 @@ def _suites(asked: Sequence[str]) -> tuple[list[str], list[str]]:
     if not asked:
         return list(SUITES), []
     return [n for n in asked if n in SUITES], [n for n in asked if n in TABLES]
+
+
+def _refuse_without_effect(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """A ValueError for a list of sizes or shapes that no suite of this run reads."""
+    for option, reader in (("size", "collectives"), ("shape", "gemm")):
+        if getattr(arguments, option) and reader not in names:
+            raise ValueError(f"--{option} has no effect: only suite {reader} takes it")
+    if arguments.op and not names:
+        raise ValueError(f"--op has no effect: only {', '.join(SUITES)} take it")
+
+
+def _with_cases(names: Sequence[str], options: Options, *, named: bool) -> list[str]:
+    """The suites that have something to run; one that was named must."""
+    found = [n for n in names if any(suite(n).cases(options, w) for w in options.worlds)]
+    without = [n for n in names if n not in found]
+    if without and (named or not found):
+        asked = f"--op {' '.join(options.ops)} " * bool(options.ops)
+        asked += f"--world {' '.join(map(str, options.worlds))}"
+        raise ValueError(f"{', '.join(without)}: no case for {asked}")
+    return found
 
 
 def _missing(names: Sequence[str], options: Options) -> list[str]:

@@ -168,6 +168,14 @@ _options_from = cli.options_from
         (["nosuch"], "suite 'nosuch' is not one of collectives"),
         (["--world", "0"], "want at least one rank"),
         (["--device", "cuda", "--peer", "limit"], "moves CPU memory"),
+        (["gemm", "--op", "mlp_forward", "--world", "2"], "gemm: no case for --op mlp_forward"),
+        (
+            ["collectives", "--op", "exchange", "--world", "1"],
+            "no case for --op exchange --world 1",
+        ),
+        (["collectives", "--shape", "16x64x64"], "--shape has no effect: only suite gemm takes it"),
+        (["model", "--size", "4K"], "--size has no effect: only suite collectives takes it"),
+        (["model", "--op", "barrier"], "--op has no effect: only collectives, gemm, layers"),
     ],
 )
 def test_requests_that_make_no_sense(
@@ -175,6 +183,20 @@ def test_requests_that_make_no_sense(
 ) -> None:
     assert cli.main(words) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--size", "4X"], ["--shape", "16x64"]])
+def test_a_size_that_cannot_be_read_says_what_is_wanted(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert "want" in capsys.readouterr().err
+
+
+def test_only_suites_with_something_to_run_are_started() -> None:
+    options = cli.options_from(cli.parser().parse_args(["--op", "all_reduce", "--world", "2"]))
+    assert cli._with_cases(list(cli.SUITES), options, named=False) == ["collectives"]
 
 
 def test_a_peer_that_is_not_installed_is_named_with_its_mend(
