@@ -91,5 +91,5 @@ def _near(pattern: str, names: "list[str]") -> str:
     last = pattern.split(".")[-1]
     alike = [name for name in names if fnmatch.fnmatchcase(name.split(".")[-1], last)]
     if alike:
-        return f"that last part have {', '.join(alike[:4])}"
+        return f"its last part alone fits {', '.join(alike[:4])}"
     return f"the model has {', '.join(names[:6])}, ..."

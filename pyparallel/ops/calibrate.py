@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="python -m pyparallel calibrate",
         description="Times the algorithms of pyparallel.ops on this machine, and keeps the times "
-        "for the ops to choose by (docs/explain.md).",
+        "for the ops to choose by (docs/explain.md). Run it with nothing else on the machine.",
     )
     out.add_argument("--world", type=int, default=2, metavar="N", help="ranks (2)")
     out.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

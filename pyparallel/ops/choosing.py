@@ -277,7 +277,7 @@ def _best(candidates: Sequence[Candidate], where: str, basis: str) -> Choice:
 
 def _against(one: Candidate, plain: Candidate, basis: str) -> str:
     if basis == "measured":
-        return f"{one.algorithm} {one.us:.3g} us, plain {plain.us:.3g} us"
+        return f"{one.algorithm} {one.us:.5g} us, plain {plain.us:.5g} us"
     # Predicted times are means over parts of weights that this call does not have.
     ratio = (one.us or 0.0) / (plain.us or 1.0)
     return f"{one.algorithm} takes {ratio:.2f} of plain's time over parts of all sizes"

@@ -47,7 +47,7 @@ def test_patterns_match_part_by_part(pattern, expected):
             {"heads": "colwise"},
             r"'heads' matches no module; the model has embed, blocks, blocks\.0",
         ),
-        ({"mlp.0": "colwise"}, r"'mlp\.0' matches no module; that last part have blocks\.0"),
+        ({"mlp.0": "colwise"}, r"'mlp\.0' matches no module; its last part alone fits blocks\.0"),
         ({"head": "column"}, "'head' has the style 'column'; expected one of colwise, "),
         (
             {"head": "colwise", "h*": "rowwise"},
