@@ -63,6 +63,8 @@ class Partition:
         for part, holders in self._holders:
             if not holders:
                 raise InvalidArgument(f"no rank holds {part.start} to {part.stop} of {self.size}")
+        # Now: until Python 3.12 its first look takes a lock, which a compiled graph cannot hold.
+        _ = self.shared
 
     # --- making one
 

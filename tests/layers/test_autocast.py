@@ -52,6 +52,15 @@ def block(rank):
             for p in ours.parameters():
                 assert p.grad.dtype is torch.float32
             torch.testing.assert_close(ours[2].bias.grad, down.bias.grad, **limit)
+        # One graph, of layers that have never run.
+        pair = nn.Sequential(
+            layers.ColumnParallelLinear(6, 10, group), layers.RowParallelLinear(10, 6, group)
+        )
+        graph = torch.compile(pair, fullgraph=True, backend="aot_eager")
+        with torch.autocast("cpu", BF16):
+            y, expected = graph(x), pair(x)
+        assert y.dtype is BF16
+        assert torch.equal(y, expected)
 
 
 def test_block_under_autocast():
