@@ -1,6 +1,7 @@
 """Which tensors the communicator takes, and how any layout becomes the plain arrays of the core."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -119,6 +120,24 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     first_a, end_a = _extent(a)
     first_b, end_b = _extent(b)
     return first_a < end_b and first_b < end_a
+
+
+def repeats(*tensors: Tensor) -> bool:
+    """Whether an element surely lies at two places of `tensors`; never so for parts of a whole.
+
+    Found are a common first element, dense ones that run into another, and more elements than fit.
+    """
+    tensors = tuple(x for x in tensors if x.numel())
+    if len({x.data_ptr() for x in tensors}) < len(tensors):
+        return True
+    if not tensors:
+        return False
+    extents = [_extent(x) for x in tensors]
+    span = max(end for _, end in extents) - min(start for start, _ in extents)
+    if sum(x.numel() * x.element_size() for x in tensors) > span:
+        return True
+    dense = sorted(e for e, x in zip(extents, tensors, strict=True) if x.is_contiguous())
+    return any(end > start for (_, end), (start, _) in pairwise(dense))
 
 
 def any_overlap(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:

@@ -4,13 +4,14 @@ torch.library wants to know what an op writes, and an op with a derivative may w
 each op with `out=` has a twin NAME_out that gives nothing back. Neither has a derivative.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyparallel.comm.tensors import overlap
+from pyparallel.comm.tensors import overlap, repeats
 from pyparallel.errors import InvalidArgument
 from pyparallel.ops.groups import seat_of
 from pyparallel.ops.library import define, is_direct, library_op
@@ -33,11 +34,18 @@ def check_written(written: dict[str, Tensor], read: dict[str, Any]) -> None:
         if not isinstance(out, Tensor):
             texts.append(f"{name} is a {type(out).__name__}; expected a torch.Tensor")
             continue
-        if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
-            texts.append(f"{name} is expanded (strides {list(out.stride())}): it cannot be written")
+        if repeats(out):
+            texts.append(
+                f"{name} has an element at two places (shape {list(out.shape)}, strides "
+                f"{list(out.stride())}), as an expanded tensor: it cannot be written"
+            )
         for other, x in inputs.items():
             if other != name and x.device == out.device and overlap(out, x):
                 texts.append(f"{name} shares memory with {other}; pass one of its own")
+    tensors = {name: out for name, out in written.items() if isinstance(out, Tensor)}
+    for (name, out), (other, x) in itertools.combinations(tensors.items(), 2):
+        if out.device == x.device and repeats(out, x) and not (repeats(out) or repeats(x)):
+            texts.append(f"{name} shares memory with {other}; pass one of its own")
     if texts:
         raise InvalidArgument("; ".join(texts))
 

@@ -51,6 +51,11 @@ def outputs(rank):
         ):
             written_only(frame, out, expected)
 
+        # The columns of one buffer are outputs of their own.
+        both = torch.empty(3 * world * world, 7)
+        ops.all_gather_matmul(x, [w, v], group, out=list(both.split([5, 2], dim=1)))
+        assert torch.equal(both, torch.cat(ops.all_gather_matmul(x, [w, v], group), 1))
+
         # In place on a transpose (a reduction of something else's copy would go unseen).
         y, frame = framed(3 * world, 4)
         y.copy_(x)
@@ -83,6 +88,7 @@ def wrong(ops, group, square):
     """Calls that cannot be, and what every rank reads."""
     grad = torch.empty(4, 4, requires_grad=True)
     other = square.clone()
+    whole = torch.empty(4 * ops.groups.seat_of(group).world_size, 4)
     return [
         (lambda: ops.matmul_all_reduce(square, other, group, out=square),
          "out shares memory with x; pass one of its own"),
@@ -92,10 +98,12 @@ def wrong(ops, group, square):
         (lambda: ops.matmul_all_reduce(square, square, group, out=square.double()),
          "out is torch.float64 on cpu; expected torch.float32 on cpu"),
         (lambda: ops.matmul_all_reduce(square, square, group, out=torch.ones(1, 4).expand(4, 4)),
-         "out is expanded"),
+         "out has an element at two places (shape [4, 4], strides [0, 1])"),
+        (lambda: ops.all_gather_matmul(square, [other, other], group, out=[whole, whole]),
+         "out[0] shares memory with out[1]; pass one of its own"),
         (lambda: ops.all_reduce_rms_norm_(square, square, other[0], 1e-5, group),
          "x shares memory with residual"),
-        (lambda: ops.all_reduce_(square[:1].expand(4, 4), group), "x is expanded"),
+        (lambda: ops.all_reduce_(square[:1].expand(4, 4), group), "x has an element at two places"),
         (lambda: ops.all_gather_matmul(square, square, group, out=[other, grad.detach()]),
          "out has 2 tensors for 1 results"),
         (lambda: ops.all_gather_matmul(square, square, group, out=other, return_gathered=True),
