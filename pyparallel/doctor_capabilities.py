@@ -42,9 +42,7 @@ def vector_reductions(facts: Facts) -> Capability:
     except ImportError as error:
         return Capability(name, False, str(error), REBUILD)
     except RuntimeError as error:
-        return Capability(
-            name, False, str(error), "unset PYPARALLEL_SIMD, or name what this CPU has"
-        )
+        return Capability(name, False, str(error), _mend(error))
     if simd == "portable":
         has = ", ".join(facts["cpu"]["simd"]) or "none of AVX2 and AVX-512"
         mend = "unset PYPARALLEL_SIMD" if os.environ.get("PYPARALLEL_SIMD") else ""
@@ -67,7 +65,7 @@ def cpu_communicator(facts: Facts) -> Capability:
         with comm.Communicator.from_id(comm.Communicator.unique_id(), 0, 1):
             pass
     except (ImportError, RuntimeError, AttributeError) as error:
-        return Capability(name, False, str(error), _memory_mend(error))
+        return Capability(name, False, str(error), _mend(error))
     where = os.environ.get("PYPARALLEL_SHM_DIR") or "anonymous memory files"
     return Capability(name, True, f"a group was joined; memory from {where}")
 
@@ -80,7 +78,7 @@ def symmetric_memory(_: Facts) -> Capability:
         with comm.Communicator.from_id(comm.Communicator.unique_id(), 0, 1) as group:
             comm.SymmetricMemory(group, 1 << 16).close()
     except (ImportError, RuntimeError, AttributeError) as error:
-        return Capability(name, False, str(error), _memory_mend(error))
+        return Capability(name, False, str(error), _mend(error))
     return Capability(name, True, "64 KiB were shared; collectives find buffers in it by address")
 
 
@@ -231,7 +229,9 @@ ALL: tuple[Callable[[Facts], Capability], ...] = (
 )
 
 
-def _memory_mend(error: Exception) -> str:
+def _mend(error: Exception) -> str:
+    if "PYPARALLEL_SIMD" in str(error):
+        return "unset PYPARALLEL_SIMD, or name what this CPU has"
     if isinstance(error, MemoryError):
         return "a larger limit on shared memory (docker run --shm-size=1g, or the cgroup's limit)"
     return REBUILD

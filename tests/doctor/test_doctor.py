@@ -96,6 +96,13 @@ def test_variables_that_are_set_and_those_without_effect():
     assert reductions["mend"] == "unset PYPARALLEL_SIMD"
 
 
+def test_a_wrong_variable_is_mended_by_unsetting_it():
+    facts = json.loads(_doctor("--json", PYPARALLEL_SIMD="avx9").stdout)
+    wrong = [c for c in facts["capabilities"] if "avx9" in c["reason"]]
+    assert len(wrong) == 3  # reductions, the communicator, symmetric memory
+    assert {c["mend"] for c in wrong} == {"unset PYPARALLEL_SIMD, or name what this CPU has"}
+
+
 def test_without_a_built_core_it_says_how_to_build(tmp_path):
     package = tmp_path / "pyparallel"
     package.mkdir()
