@@ -1,0 +1,1 @@
+"""The planner against published figures: `python -m bench planner`, docs/validation.md."""

@@ -1,0 +1,26 @@
+"""One exception for all that a plan's input may get wrong."""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["MOST_DEVICES", "PlanError", "nearest_names", "shown"]
+
+MOST_DEVICES = 1 << 24  # more than were ever built into one cluster; their divisors take no time
+_LONGEST = 80  # characters of a value in a message
+
+
+class PlanError(ValueError):
+    """The request cannot be planned. The message has the rule, the numbers, and what would work."""
+
+
+def nearest_names(name: str, known: Iterable[str], count: int = 3) -> str:
+    """ "nearest: a, b" for a name that is not known; "" if none comes near."""
+    lowered = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(name.lower(), lowered, n=count, cutoff=0.4)
+    return f"nearest: {', '.join(lowered[c] for c in close)}" if close else ""
+
+
+def shown(value: object) -> str:
+    """A value for a message: as Python writes it, and cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
