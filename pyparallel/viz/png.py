@@ -1,14 +1,15 @@
 """A timeline as PNG, drawn by matplotlib, which is loaded only for it."""
 
 import io
-from importlib import import_module
 
 from pyparallel.schedule import Simulation
 from pyparallel.viz.boxes import COLOURS, LEGEND, boxes, lanes
+from pyparallel.viz.plotting import matplotlib
 from pyparallel.viz.svg import default_title
 
 __all__ = ["timeline_png"]
 
+_OTHERWISE = ", or write an SVG, which needs nothing"
 _LETTER = 8  # pixels a character needs
 
 
@@ -18,14 +19,7 @@ def timeline_png(simulation: Simulation, title: str | None = None, width: int = 
     Raises:
         ImportError: matplotlib is not installed; it says how to get it, and that SVG needs nothing.
     """
-    try:
-        figures = import_module("matplotlib.figure")
-        patches = import_module("matplotlib.patches")
-    except ImportError as error:
-        raise ImportError(
-            f"a PNG needs matplotlib, which does not load ({error}): pip install matplotlib, "
-            "or write an SVG, which needs nothing"
-        ) from error
+    figures, patches = (matplotlib(name, _OTHERWISE) for name in ("figure", "patches"))
     ranks = simulation.schedule.ranks
     figure = figures.Figure(figsize=(width / 100, 1 + 0.28 * ranks), dpi=100, layout="constrained")
     axes = figure.add_subplot()
