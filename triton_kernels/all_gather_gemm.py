@@ -30,17 +30,24 @@ import torch
 import triton
 import triton.language as tl
 
-from .all_gather_plan import CALL, USED, WORD, AllGatherLayout, AllGatherPlan, Shards
-from .all_gather_rows import COPY_BYTES, gathered_rows, gathered_scales, pull, push
-from .gemm import multiply_tile, must_upcast, operand, scale_stride, write_tile
+from .all_gather_plan import WORD, AllGatherLayout, AllGatherPlan, Shards
+from .all_gather_rows import (
+    COPY_BYTES,
+    OPENING_WARPS,
+    gathered_rows,
+    gathered_scales,
+    open_call,
+    pull,
+    push,
+)
+from .epilogue import write_tile
+from .gemm import multiply_tile, must_upcast, operand, scale_stride
 from .signals import (
     LINE_BYTES,
     consume,
     fence_descriptor_reads,
-    flag_word,
     has_failed,
     peer_pointer,
-    publish,
 )
 from .tile_order import (
     chunk_count,
@@ -57,11 +64,9 @@ WAITS = (
     "wait for rows to pull",
     "wait for rows",
 )
-_READERS = tl.constexpr(0)
 _PULL = tl.constexpr(1)
 _ROWS = tl.constexpr(2)
 _LINE = tl.constexpr(LINE_BYTES)
-OPENING_WARPS = 1  # with more of them ptxas spills on sm_80
 
 
 # --- 2 device helpers
@@ -101,39 +106,6 @@ def _consume_rows(
 # --- 3 kernels
 
 
-@triton.jit(do_not_specialize=["rank", "signature", "buffer", "timeout_us"])
-def open_call(
-    table,  # int64 [world]: workspaces
-    status,  # int64: status page
-    rank,
-    world,
-    signature,
-    buffer,
-    timeout_us,
-    FAILED: tl.constexpr,
-    DONE: tl.constexpr,
-):
-    """One program: ends the calls before for all readers, waits for `buffer`, begins the call."""
-    failed = peer_pointer(table, rank, FAILED, tl.int64)
-    go_on = has_failed(failed) == 0
-    control = peer_pointer(table, rank, 0, tl.int64)
-    ended = tl.load(control + CALL)
-    for step in range(1, world):
-        if go_on:
-            peer = nearest_first(step, rank, world)
-            publish(peer_pointer(table, peer, DONE + rank * _LINE, tl.int64), flag_word(ended, 0))
-    used = tl.load(control + USED + buffer)
-    for step in range(1, world):
-        if go_on:
-            peer = nearest_first(step, rank, world)
-            done = peer_pointer(table, rank, DONE + peer * _LINE, tl.int64)
-            go_on = consume(done, flag_word(used, 0), failed, status, _READERS, peer, timeout_us)
-    if go_on:
-        tl.store(control + CALL, ended + 1)
-        tl.store(control + USED + buffer, ended + 1)
-        tl.store(control + WORD, flag_word(ended + 1, signature))
-
-
 @triton.jit(do_not_specialize=["rank", "chunk_rows", "timeout_us"])
 def all_gather_gemm_kernel(
     outs,  # tuple of [M, N_i], any strides
@@ -149,11 +121,11 @@ def all_gather_gemm_kernel(
     strides_wn,
     strides_wk,
     column_scale_strides,
-    table,  # int64 [world]: workspaces
     starts,  # int32 [world + 1]: first row of each shard
-    status,  # int64: status page
     rows_offset,  # of the buffer, in workspaces
     scales_offset,
+    table,  # int64 [world]: workspaces
+    status,  # int64: status page
     rank,
     world,
     chunk_rows,
@@ -360,7 +332,7 @@ def all_gather_gemm(
     scaled = x_scale is not None
     signature = plan.signature(shards.sizes, x.size(1), str(x.dtype), scaled, buffer)
     open_call[(1,)](
-        *(workspace.table, workspace.status, rank, workspace.world, signature, buffer, timeout_us),
+        *(*workspace.seat, signature, buffer, timeout_us),
         FAILED=layout.failed,
         DONE=layout.done,
         num_warps=OPENING_WARPS,
@@ -395,13 +367,10 @@ def all_gather_gemm(
         tuple(weight.stride(0) for weight in weights),
         tuple(weight.stride(1) for weight in weights),
         tuple(scale_stride(scale) for scale in scale_columns),
-        workspace.table,
         shards.table,
-        workspace.status,
         layout.rows(buffer),
         layout.scales(buffer),
-        rank,
-        workspace.world,
+        *workspace.seat,
         plan.chunk_rows,
         timeout_us,
         PULLERS=plan.pullers,

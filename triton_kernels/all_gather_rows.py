@@ -1,18 +1,21 @@
 """How rows get to the ranks that multiply them (protocol "rows here" of all_gather_gemm.py).
 
-Pushed by copies that the host starts, or pulled by programs of the reader's kernel.
+A call is opened; then rows are pushed by copies that the host starts, or pulled by programs of the
+reader's kernel.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .all_gather_plan import WORD, AllGatherLayout, Shards
-from .signals import LINE_BYTES, consume, peer_pointer, publish
+from .all_gather_plan import CALL, USED, WORD, AllGatherLayout, Shards
+from .signals import LINE_BYTES, consume, flag_word, has_failed, peer_pointer, publish
 from .tile_order import chunk_count, farthest_first, first_of_program, nearest_first, on_host
 from .workspace import Workspace
 
 COPY_BYTES = 32 * 1024  # in flight per pulling program
+OPENING_WARPS = 1  # with more of them ptxas spills on sm_80
+_READERS = tl.constexpr(0)  # the number of its wait on the status page
 _LINE = tl.constexpr(LINE_BYTES)
 
 
@@ -65,6 +68,39 @@ def push(
             word = workspace.word(rank, layout.control + 8 * WORD.value)
             flag = workspace.word(peer, layout.pushed(rank, number))
             flag.copy_(word, non_blocking=True)  # 8 bytes at once, never byte by byte
+
+
+@triton.jit(do_not_specialize=["rank", "signature", "buffer", "timeout_us"])
+def open_call(
+    table,  # int64 [world]: workspaces
+    status,  # int64: status page
+    rank,
+    world,
+    signature,
+    buffer,
+    timeout_us,
+    FAILED: tl.constexpr,
+    DONE: tl.constexpr,
+):
+    """One program: ends the calls before for all readers, waits for `buffer`, begins the call."""
+    failed = peer_pointer(table, rank, FAILED, tl.int64)
+    go_on = has_failed(failed) == 0
+    control = peer_pointer(table, rank, 0, tl.int64)
+    ended = tl.load(control + CALL)
+    for step in range(1, world):
+        if go_on:
+            peer = nearest_first(step, rank, world)
+            publish(peer_pointer(table, peer, DONE + rank * _LINE, tl.int64), flag_word(ended, 0))
+    used = tl.load(control + USED + buffer)
+    for step in range(1, world):
+        if go_on:
+            peer = nearest_first(step, rank, world)
+            done = peer_pointer(table, rank, DONE + peer * _LINE, tl.int64)
+            go_on = consume(done, flag_word(used, 0), failed, status, _READERS, peer, timeout_us)
+    if go_on:
+        tl.store(control + CALL, ended + 1)
+        tl.store(control + USED + buffer, ended + 1)
+        tl.store(control + WORD, flag_word(ended + 1, signature))
 
 
 @triton.jit

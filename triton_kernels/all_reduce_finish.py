@@ -7,19 +7,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .gemm import TileConfig, finish_tile, store_tile
+from .epilogue import finish_tile, store_tile
+from .gemm import TileConfig
 from .multicast import fence_multicast, store_to_all, sum_of_all
 from .partial_sums import LANES, MOST_REGISTERS, SUM_OFFSETS, WARPS, programs_of, step_of
 from .signals import consume, consume_all, flag_word, has_failed, peer_pointer, publish
 from .slots import (
     FAILED,
-    LINE_WORDS,
     PUSH_CALL,
     SUM_CALL,
     TYPES,
-    WAIT_PUSHED,
     WAIT_READY,
     SlotLayout,
+    consume_tiles,
     flag_of,
     own_word,
 )
@@ -35,9 +35,9 @@ LARGEST_NORM = 16384  # columns that one program holds: 32 registers of each of 
 @triton.jit(do_not_specialize=["rank", "rows", "first_row", "signature", "timeout_us"])
 def switch_kernel(
     bias,  # [N] or None: added once, here
+    multicast,  # address of all workspaces at once
     table,
     status,
-    multicast,  # address of all workspaces at once
     rank,
     world,
     rows,  # of the part that this rank sums
@@ -69,19 +69,9 @@ def switch_kernel(
     go_on = not has_failed(failed)
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         if go_on:
-            flags = flag_of(table, rank, PUSHED, tl.to_tensor(0), tile, TILES)
-            go_on = consume_all(
-                flags,
-                world,
-                TILES * LINE_WORDS,
-                1,
-                word,
-                failed,
-                status,
-                WAIT_PUSHED,
-                0,
-                timeout_us,
-                THREADS,
+            go_on = consume_tiles(
+                *(table, rank, world, PUSHED, tile, 1, TILES),
+                *(word, failed, status, timeout_us, THREADS),
             )
             fence_multicast()
         if go_on:
@@ -110,8 +100,8 @@ def switch_kernel(
 def collect_kernel(
     out,  # [M, N]
     residual,  # [M, N] or None
-    table,
     row_starts,  # int32 [world + 1]: rows by owner
+    table,
     status,
     rank,
     world,
@@ -189,8 +179,8 @@ def norm_kernel(
     weight,  # [N]
     bias,  # [N] or None
     residual,  # [M, N] or None
-    table,
     row_starts,  # int32 [parts + 1]
+    table,
     status,
     rank,
     world,
@@ -240,10 +230,9 @@ def norm_kernel(
             tile = line // BLOCK_M * tiles_n
             if go_on:
                 if FROM_SLOTS:
-                    flags = flag_of(table, rank, PUSHED, tl.to_tensor(0), tile, TILES)
-                    go_on = consume_all(
-                        *(flags, world, TILES * LINE_WORDS, tiles_n, word, failed, status),
-                        *(WAIT_PUSHED, 0, timeout_us, THREADS),
+                    go_on = consume_tiles(
+                        *(table, rank, world, PUSHED, tile, tiles_n, TILES),
+                        *(word, failed, status, timeout_us, THREADS),
                     )
                 else:
                     flags = flag_of(table, rank, READY, owner, tile, TILES)
@@ -296,11 +285,8 @@ def sum_by_switch(
     layout = workspace.layout
     switch_kernel[(programs_of(rows, config, layout),)](
         bias,
-        workspace.table,
-        workspace.status,
         multicast,
-        workspace.rank,
-        workspace.world,
+        *workspace.seat,
         rows,
         first_row,
         layout.n,
@@ -331,11 +317,8 @@ def collect(
     collect_kernel[(programs_of(out.size(0), config, layout),)](
         out,
         residual,
-        workspace.table,
         row_starts,
-        workspace.status,
-        workspace.rank,
-        workspace.world,
+        *workspace.seat,
         layout.n,
         signature,
         timeout_us,
@@ -376,11 +359,8 @@ def norm_rows(
         weight,
         bias,
         residual,
-        workspace.table,
         row_starts,
-        workspace.status,
-        workspace.rank,
-        workspace.world,
+        *workspace.seat,
         parts,
         layout.n,
         eps,

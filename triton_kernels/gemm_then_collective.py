@@ -30,15 +30,8 @@ import triton
 import triton.language as tl
 
 from .all_gather_plan import Shards
-from .gemm import (
-    TileConfig,
-    finish_tile,
-    multiply_tile,
-    must_upcast,
-    operand,
-    scale_stride,
-    store_tile,
-)
+from .epilogue import finish_tile, store_tile
+from .gemm import TileConfig, multiply_tile, must_upcast, operand, scale_stride
 from .signals import LINE, consume, flag_word, new_status, publish, take_ticket
 from .tile_order import first_of_program, grouped_tile, tile_count
 

@@ -11,19 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .gemm import (
-    TileConfig,
-    finish_tile,
-    multiply_tile,
-    must_upcast,
-    operand,
-    scale_stride,
-    store_tile,
-)
+from .epilogue import finish_tile, store_tile
+from .gemm import TileConfig, multiply_tile, must_upcast, operand, scale_stride
 from .multicast import fence_multicast
 from .signals import (
     consume,
-    consume_all,
     flag_word,
     has_failed,
     peer_pointer,
@@ -32,13 +24,12 @@ from .signals import (
 from .slots import (
     FAILED,
     LINE_STEP,
-    LINE_WORDS,
     PUSH_CALL,
     SUM_CALL,
     TYPES,
-    WAIT_PUSHED,
     WAIT_STARTED,
     SlotLayout,
+    consume_tiles,
     flag_of,
     own_word,
     tiles_of,
@@ -94,8 +85,8 @@ def push_kernel(
     b,  # [N, K] pointer or descriptor: this rank's columns of the weight
     row_scale,  # fp32 [M], one value, or None: scale of a
     column_scale,  # fp32 [N], one value, or None: scale of b
-    table,  # int64 [world], addresses of the workspaces
     row_starts,  # int32 [parts + 1]: rows of the result by owner
+    table,  # int64 [world], addresses of the workspaces
     status,
     rank,
     world,
@@ -271,19 +262,9 @@ def sum_kernel(
     go_on = not has_failed(failed)
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         if go_on:
-            flags = flag_of(table, rank, PUSHED, tl.to_tensor(0), tile, TILES)
-            go_on = consume_all(
-                flags,
-                world,
-                TILES * LINE_WORDS,
-                1,
-                word,
-                failed,
-                status,
-                WAIT_PUSHED,
-                0,
-                timeout_us,
-                THREADS,
+            go_on = consume_tiles(
+                *(table, rank, world, PUSHED, tile, 1, TILES),
+                *(word, failed, status, timeout_us, THREADS),
             )
         if go_on:
             columns = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -348,11 +329,8 @@ def push(
         operand(weight, config.block_n, config),
         row_scale,
         column_scale,
-        workspace.table,
         row_starts,
-        workspace.status,
-        workspace.rank,
-        workspace.world,
+        *workspace.seat,
         weight.size(0),
         x.size(1),
         signature,
@@ -390,10 +368,7 @@ def sum_slots(
         out,
         bias,
         residual,
-        workspace.table,
-        workspace.status,
-        workspace.rank,
-        workspace.world,
+        *workspace.seat,
         rows,
         first_row,
         layout.n,

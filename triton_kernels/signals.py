@@ -147,6 +147,18 @@ def take_ticket(counter):
 
 
 @triton.jit
+def add_unordered(pointers, values, mask):
+    """A sum that several programs add to, in any order; it is whole when the launch has ended."""
+    tl.atomic_add(pointers, values, mask, sem="relaxed")
+
+
+@triton.jit
+def load_anew(pointer):
+    """What lies there, loaded again wherever this is called; it orders nothing."""
+    return tl.load(pointer, volatile=True)
+
+
+@triton.jit
 def load_acquire(word):
     """One look at a word that peers set: what was published before it may be read after."""
     return tl.atomic_add(word, 0, sem="acquire", scope="sys")
@@ -225,7 +237,8 @@ def consume_all(
     and those are alike in all threads (the trap of `consume`).
     """
     me = tl.program_id(0) + 1
-    count = tl.to_tensor(peers * each).to(tl.int32)
+    # tl.to_tensor is newer than triton 3.5.
+    count = tl.core.to_tensor(peers * each).to(tl.int32)
     started = clock_ns()
     limit_ns = tl.cast(timeout_us, tl.int64) * 1000
     go_on = count >= 0

@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .signals import LINE, LINE_BYTES, peer_pointer
+from .signals import LINE, LINE_BYTES, consume_all, peer_pointer
 
 FAILED = tl.constexpr(0)  # words of a rank's own, in lines
 PUSH_CALL = tl.constexpr(1)
@@ -156,3 +156,26 @@ def flag_of(table, peer, start, source, tile, tiles):
     """On `peer`: the flag of (source, tile) in the table of flags that begins at byte `start`."""
     offset = (source.to(tl.int64) * tiles + tile) * LINE_STEP
     return peer_pointer(table, peer, start + offset, tl.int64)
+
+
+@triton.jit
+def consume_tiles(
+    table,
+    rank,
+    world,
+    PUSHED: tl.constexpr,
+    tile,  # the first of `count` neighbours
+    count,
+    TILES: tl.constexpr,
+    word,
+    failed,
+    status,
+    timeout_us,
+    THREADS: tl.constexpr,
+):
+    """Waits until every source has pushed these tiles of our part; whether all did."""
+    flags = flag_of(table, rank, PUSHED, tl.core.to_tensor(0), tile, TILES)
+    return consume_all(
+        *(flags, world, TILES * LINE_WORDS, count, word, failed, status),
+        *(WAIT_PUSHED, 0, timeout_us, THREADS),
+    )

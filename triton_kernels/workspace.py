@@ -52,6 +52,11 @@ class Workspace(Generic[Layout]):
         return len(self.peers)
 
     @property
+    def seat(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """(table, status, rank, world), as kernels take them one after another."""
+        return self.table, self.status, self.rank, self.world
+
+    @property
     def memory(self) -> torch.Tensor:
         """This rank's own bytes."""
         return self.peers[self.rank]

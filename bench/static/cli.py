@@ -18,7 +18,8 @@ from bench.static.compiling import ARCHITECTURES
 TITLE = "compiled Triton kernels"
 NOTE = (
     "Cycles of one multiprocessor for one turn of the main loop, by unit: a bound from compiled "
-    "code (bench/static/units.py), not a measurement. share: tensor cores over the busiest other."
+    "code (bench/static/units.py), not a measurement. share: tensor cores over the busiest other; "
+    "serial, overlap: of the tensor peak, if units work in turn, or all at once."
 )
 OUT = Path("bench_results")
 
@@ -52,11 +53,11 @@ def main(argv: "Sequence[str] | None" = None) -> int:
     return 1 if show(chosen, workers, arguments.out, arguments.accept) else 0
 
 
-def report(_console: Any) -> list[str]:
+def report(_console: Any, out: Path = OUT) -> list[str]:
     """All of the table, as `python -m bench` runs it; what is wrong."""
     from bench.static import table
 
-    return show([entry.key for entry in table.everything()], machine.usable_cores(), OUT)
+    return show([entry.key for entry in table.everything()], machine.usable_cores(), out)
 
 
 def show(chosen: Sequence[str], workers: int, out: Path, accept: bool = False) -> list[str]:

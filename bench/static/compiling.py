@@ -49,6 +49,7 @@ class Compiled:
     stack_bytes: int
     local_bytes: int
     shared_bytes: int
+    warps: int  # of a program, those of its roles too
     text: str
 
     @cached_property
@@ -93,7 +94,7 @@ def compile_for(description: Description, arch: int) -> Compiled:
             if len(place) > 1 and kind == "constexpr":
                 constants[place] = one
         types[name] = tuple(kinds) if isinstance(given, tuple) else kinds[0]
-    source = triton.compiler.ASTSource(description.kernel, types, constants, multiples)
+    source = _source(description.kernel)(description.kernel, types, constants, multiples)
     options = {
         "num_warps": description.num_warps,
         "num_stages": description.num_stages,
@@ -110,8 +111,20 @@ def compile_for(description: Description, arch: int) -> Compiled:
         stack_bytes=usage["STACK"],
         local_bytes=usage["LOCAL"],
         shared_bytes=kernel.metadata.shared,
+        warps=kernel.metadata.num_warps,
         text=text,
     )
+
+
+def _source(kernel: Any) -> Any:
+    """The class that a kernel's source is compiled as: Triton or Gluon."""
+    import triton
+
+    if not kernel.is_gluon():
+        return triton.compiler.ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def tool(name: str) -> Path:

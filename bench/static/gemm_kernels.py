@@ -4,13 +4,10 @@ Sizes and strides are multiples of 16 and operands contiguous along K, as a mode
 """
 
 from bench.static.compiling import Description
-from pyparallel.triton_kernels.all_gather_gemm import (
-    OPENING_WARPS,
-    all_gather_gemm_kernel,
-    open_call,
-)
+from pyparallel.triton_kernels import key_shelf
+from pyparallel.triton_kernels.all_gather_gemm import all_gather_gemm_kernel
 from pyparallel.triton_kernels.all_gather_plan import AllGatherLayout
-from pyparallel.triton_kernels.all_gather_rows import COPY_BYTES
+from pyparallel.triton_kernels.all_gather_rows import COPY_BYTES, OPENING_WARPS, open_call
 from pyparallel.triton_kernels.gemm import TileConfig, gemm_kernel
 
 # dtype of the operands -> Triton's name, bytes, dtype of the output
@@ -135,6 +132,24 @@ def describe_open_call() -> Description:
         },
         {"FAILED": LAYOUT.failed, "DONE": LAYOUT.done},
         OPENING_WARPS,
+    )
+
+
+def describe_shelf() -> tuple[Description, Description]:
+    """What tells peers of rows on a shelf, and what waits for theirs: one program each."""
+    layout = key_shelf.ShelfLayout(8, 1 << 28)
+    constants = {"FAILED": layout.failed, "READY": layout.ready}
+    told = {"table": "*i64:16", **dict.fromkeys(("rank", "world"), "i32")}
+    awaited = dict.fromkeys(("rank", "source", "timeout_us"), "i32")
+    return (
+        Description("publish_rows", key_shelf.publish_rows, told, constants, OPENING_WARPS),
+        Description(
+            "await_rows",
+            key_shelf.await_rows,
+            {**dict.fromkeys(("table", "status"), "*i64:16"), **awaited},
+            constants,
+            OPENING_WARPS,
+        ),
     )
 
 

@@ -71,6 +71,22 @@ def misfits(ptx: str, local: str = "gpu") -> list[str]:
     return wrong
 
 
+def empty_releases(ptx: str) -> list[str]:
+    """Flags that are set behind a wait with nothing stored in between: what was it that is ready?
+
+    For kernels that wait, move rows and tell: a flag before its rows is a release in order, too.
+    """
+    found, waited = [], False
+    for event in events(ptx):
+        if event.kind == "acquire":
+            waited = True
+        elif event.kind in ("store", "bulk store"):
+            waited = False
+        elif event.kind == "release":
+            found += [event.text] if waited else []
+    return found
+
+
 def flags(ptx: str, scope: str = "sys") -> dict[str, int]:
     """How many releases and acquires the kernel has at a scope."""
     at_scope = [event.kind for event in events(ptx) if event.scope == scope]

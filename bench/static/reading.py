@@ -74,7 +74,7 @@ def read(compiled: Compiled, tile: "Tile | None") -> Row:
 
 def resident_programs(compiled: Compiled) -> int:
     """Programs that fit one multiprocessor, by registers, shared memory and threads."""
-    rates, threads = RATES[compiled.arch], 32 * compiled.description.num_warps
+    rates, threads = RATES[compiled.arch], 32 * compiled.warps
     registers = -(-compiled.registers // REGISTER_STEP) * REGISTER_STEP * threads
     shared = compiled.shared_bytes + RESERVED_SHARED
     whole = rates.shared_bytes + RESERVED_SHARED

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import triton.language as tl
 
-from bench.static import slot_kernels
+from bench.static import attention_kernels, roles_kernels, slot_kernels
 from bench.static.compiling import ARCHITECTURES, Description
 from bench.static.gemm_kernels import (
     DTYPES,
     describe_all_gather,
     describe_gemm,
     describe_open_call,
+    describe_shelf,
 )
 from bench.static.units import Tile
 from pyparallel.triton_kernels.configurations import CHIPS, ONE_SHOT, Problem, candidates
@@ -19,6 +20,15 @@ from pyparallel.triton_kernels.gemm import TileConfig
 
 CHIP_OF = {80: CHIPS["A100"], 90: CHIPS["H100 SXM"], 100: CHIPS["B200"]}
 PULLERS = 16
+SIZES = (64, 80, 128, 256)
+FLOAT32_SIZES = {90: (64, 128)}
+ROLES = (
+    (128, ("causal",)),
+    (128, ("full",)),
+    (128, ("causal", "state")),
+    (128, ("causal", "window", "sinks")),
+    (64, ("causal",)),
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,8 @@ class Entry:
     tile: "Tile | None" = None
     dtype: str = ""
     config: "TileConfig | None" = None
+    bulk: bool = False  # whether it must load by bulk copies, if no config says so
+    wants: tuple[str, ...] = ()  # instructions that it must have
 
     @property
     def key(self) -> str:
@@ -49,6 +61,8 @@ def shipped(arch: int) -> Iterator[Entry]:
         if dtype != "float16":  # compiled as bfloat16 is, but for the name of the instruction
             yield from _multiplying(arch, dtype)
     yield Entry(arch, describe_open_call())
+    for description in describe_shelf():
+        yield Entry(arch, description)
     yield Entry(arch, slot_kernels.wait())
     blocks = set()
     for config in configs(arch, "bfloat16") + configs(arch, "float32"):
@@ -66,9 +80,47 @@ def shipped(arch: int) -> Iterator[Entry]:
             yield Entry(arch, slot_kernels.norm(columns, from_slots))
 
 
+def attention(arch: int) -> Iterator[Entry]:
+    """The attention kernels: causal in bfloat16 for heads of one part and of two, some in fp32,
+    the forward with a state, and with warp roles where there are any."""
+    for size in SIZES:
+        yield from _attention(arch, "bfloat16", size, ("causal",))
+    for size in FLOAT32_SIZES.get(arch, ()):
+        yield from _attention(arch, "float32", size, ("causal",))
+    yield from _attention(arch, "bfloat16", 128, ("causal", "state"), ("forward",))
+    if arch == 90:
+        for size, features in ROLES:
+            yield Entry(
+                arch,
+                roles_kernels.describe_roles(size, features),
+                roles_kernels.tile_of_roles(size),
+                "bfloat16",
+                bulk=True,
+                wants=("HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"),
+            )
+
+
+def _attention(
+    arch: int,
+    dtype: str,
+    size: int,
+    features: tuple[str, ...],
+    ops: tuple[str, ...] = attention_kernels.OPS,
+) -> Iterator[Entry]:
+    for op, config in attention_kernels.choices(dtype, size, CHIP_OF[arch]):
+        if op in ops:
+            yield Entry(
+                arch,
+                attention_kernels.describe(op, config, dtype, size, features),
+                attention_kernels.tile_of(op, config, dtype, size),
+                dtype,
+                bulk=config.descriptors,
+            )
+
+
 def everything() -> list[Entry]:
     """All there is, but for variants that compile to the same code with another type in it."""
-    return [entry for arch in ARCHITECTURES for entry in shipped(arch)]
+    return [entry for arch in ARCHITECTURES for entry in (*shipped(arch), *attention(arch))]
 
 
 def _multiplying(arch: int, dtype: str) -> Iterator[Entry]:

@@ -16,7 +16,7 @@ from bench.static.compiling import compile_for
 from bench.static.order import misfits
 from bench.static.reading import Row, faults, read, worse
 from bench.static.shipped import Entry, everything
-from bench.static.units import TENSOR, UNITS
+from bench.static.units import TENSOR, UNITS, shares
 
 BASELINE = Path(__file__).parent / "baseline.json"
 # Instruction that multiplies in the main loop, by architecture and bytes of an element.
@@ -27,7 +27,18 @@ WANTED = {
     (100, 2): "UTCHMMA",
     (100, 1): "UTCQMMA",
 }
-HEAD = ("kernel", "regs", "spills", "shared", "fit", *UNITS, "binding", "share")
+HEAD = (
+    "kernel",
+    "regs",
+    "spills",
+    "shared",
+    "fit",
+    *UNITS,
+    "binding",
+    "share",
+    "serial",
+    "overlap",
+)
 
 
 def read_entry(entry: Entry) -> tuple[Row, list[str]]:
@@ -38,7 +49,11 @@ def read_entry(entry: Entry) -> tuple[Row, list[str]]:
     wanted = entry.tile and WANTED.get((entry.arch, entry.tile.itemsize))
     if wanted and wanted not in row.tensor_instructions:
         wrong.append(f"{row.key}: no {wanted}, but {row.tensor_instructions or 'no tensor cores'}")
-    if entry.config and entry.config.descriptors and not row.bulk_loads:
+    lost = [name for name in entry.wants if not compiled.listing.count(name)]
+    if lost:
+        wrong.append(f"{row.key}: no {', '.join(lost)}")
+    by_bulk = entry.bulk or (entry.config and entry.config.descriptors)
+    if by_bulk and not row.bulk_loads:
         wrong.append(f"{row.key}: operands are not loaded by bulk copies")
     return row, wrong
 
@@ -110,8 +125,12 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         name = f"sm_{row.arch} {row.kernel}"
         usage = f"{row.registers:>8}{row.spills:>8}{row.shared_bytes:>8}{row.resident:>8}"
         yield f"{name:<62}{usage}" + (
-            f"{cycles}{row.binding:>8}{row.margin:>8.2f}" if row.cycles else ""
+            f"{cycles}{row.binding:>8}{row.margin:>8.2f}" + _bounds(row) if row.cycles else ""
         )
+
+
+def _bounds(row: Row) -> str:
+    return "".join(f"{100 * share:>7.0f}%" for share in shares(row.cycles))
 
 
 def tensor_bound(row: Row) -> bool:

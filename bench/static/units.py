@@ -59,6 +59,10 @@ class Tile:
     block_k: int
     itemsize: int
     num_warps: int
+    # What a turn loads into shared memory, where that is not both operands of each block_k.
+    filled: "int | None" = None
+    # Multiply-adds of a turn, where the block's instructions differ and name no shape (UTC*MMA).
+    work: "int | None" = None
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,13 @@ def turn(code: Iterable[Instruction], tile: Tile, arch: int) -> Turn:
             mufu += lanes / MUFU_LANES
         elif one.name in ("LDS", "STS", "LDSM", "STSM"):
             read += lanes * _lane_bytes(one)
+    if tile.work is not None and any(one.name.startswith("UTC") for one in code):
+        multiply_adds, tensor = tile.work, tile.work / rates.tensor
     turns_of_k = multiply_adds / (tile.block_m * tile.block_n * tile.block_k)
     filled = 0
-    if any(one.name in BULK_LOADS + ASYNC_LOADS for one in code):
+    if tile.filled is not None:
+        filled = tile.filled
+    elif any(one.name in BULK_LOADS + ASYNC_LOADS for one in code):
         filled = round(turns_of_k * (tile.block_m + tile.block_n) * tile.block_k * tile.itemsize)
     return Turn(
         {
@@ -123,6 +131,19 @@ def turn(code: Iterable[Instruction], tile: Tile, arch: int) -> Turn:
         len(code),
         multiply_adds,
     )
+
+
+def shares(cycles: "dict[str, float]") -> tuple[float, float]:
+    """(serial, overlapped): the share of its tensor peak that a loop cannot exceed.
+
+    Serial: if tensor cores, FMA and MUFU lanes work one after the other, as those of one group of
+    warps do that waits for each product; shared memory and issue serve them at the same time.
+    Overlapped: if all units work at once, so that only the longest counts.
+    """
+    tensor = cycles.get("tensor", 0.0)
+    serial = tensor + cycles.get("fma", 0.0) + cycles.get("mufu", 0.0)
+    longest = max(cycles.values(), default=0.0)
+    return (tensor / serial if serial else 0.0), (tensor / longest if longest else 0.0)
 
 
 def _tensor_work(one: Instruction, tile: Tile) -> tuple[int, int]:

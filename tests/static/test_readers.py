@@ -173,6 +173,16 @@ def test_order_in_compiled_kernels(arch):
     assert any("scope cta" in wrong for wrong in order.misfits(ptx(True, "cta")))
 
 
+def test_a_flag_before_its_rows_is_seen():
+    """Both ways each release is in order; only one of them says so when the rows are there."""
+    wait = "atom.global.sys.acquire.add.u64 %rd1, [%rd2], 0;\nbar.sync 0;\n"
+    copy = "ld.global.b32 %r1, [%rd3];\nst.global.b32 [%rd4], %r1;\n"
+    tell = "bar.sync 0;\natom.global.sys.release.exch.b64 %rd5, [%rd6], %rd7;\n"
+    assert order.empty_releases(wait + copy + tell) == []
+    assert len(order.empty_releases(wait + tell + copy)) == 1
+    assert order.misfits(wait + tell + copy) == []
+
+
 def test_a_description_must_fit_the_kernel():
     wrong = replace(described(64), constants={"TILE": 64, "WIDTH": 3})
     with pytest.raises(ValueError, match=r"\['DEPTH'\] are not described, \['WIDTH'\] are not"):

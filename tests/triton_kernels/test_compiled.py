@@ -16,6 +16,7 @@ from bench.static.gemm_kernels import (
     describe_all_gather,
     describe_gemm,
     describe_open_call,
+    describe_shelf,
 )
 from bench.static.reading import faults, main_loop, read
 from bench.static.units import ASYNC_LOADS, BULK_LOADS, TENSOR, Tile
@@ -107,6 +108,8 @@ def test_all_gather_gemm(case):
     flags = order.flags(compiled.ptx)
     assert flags["acquire"] >= (2 if pullers else 1)
     assert flags["release"] >= (2 if pullers else 0)
+    if pullers:  # wait for the source, fetch its rows, and only then tell
+        assert order.empty_releases(compiled.ptx) == []
     # What other programs stored is ordered before reads by descriptor: acquire, fence, bulk load.
     assert ("fence.proxy.async.global" in compiled.ptx) == config.descriptors
     if config.descriptors:
@@ -128,6 +131,17 @@ def test_the_opening_of_a_call(arch):
     assert _order_faults(compiled.ptx) == []
     assert order.flags(compiled.ptx)["release"] >= 1
     assert order.flags(compiled.ptx)["acquire"] >= 1
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_flags_of_a_shelf(arch):
+    """Rows copied by an earlier launch are told with release; a wait ends with acquire."""
+    told, awaited = (compile_for(description, arch) for description in describe_shelf())
+    for compiled in (told, awaited):
+        assert faults(read(compiled, None)) == []
+        assert _order_faults(compiled.ptx) == []
+    assert order.flags(told.ptx) == {"release": 1, "acquire": 0}
+    assert order.flags(awaited.ptx)["acquire"] >= 1
 
 
 def test_signals():
