@@ -65,6 +65,13 @@ PARTS = (
         needs=("build",),
     ),
     Part(
+        "attention",
+        "the attention kernels: right, how fast, and what a ring of eight costs beside transfers",
+        _module("bench.gpu.attention"),
+        90,
+        needs=("build",),
+    ),
+    Part(
         "doctor",
         "what the library says of this machine",
         _module("pyparallel", "doctor", "--json"),
