@@ -39,6 +39,22 @@ endif()
 
 set_source_files_properties(torch/few_rows_avx512.cpp PROPERTIES
   COMPILE_OPTIONS "$<$<BOOL:${simd_x86}>:-mavx512f;-mavx512bw;-mavx512bf16>;-Wno-uninitialized;-Wno-maybe-uninitialized")
+# attention_*.cpp are one template, per instruction set; their buffers hold floats or pairs of bfloat16.
+set_source_files_properties(torch/attention_avx2.cpp PROPERTIES
+  COMPILE_OPTIONS "$<$<BOOL:${simd_x86}>:-mavx2;-mfma;-mf16c>;-fno-strict-aliasing;-Wno-psabi")
+set_source_files_properties(torch/attention_avx512.cpp PROPERTIES
+  COMPILE_OPTIONS "$<$<BOOL:${simd_x86}>:-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mprefer-vector-width=512>;-fno-strict-aliasing;-Wno-psabi;-Wno-uninitialized;-Wno-maybe-uninitialized")
+set_source_files_properties(torch/attention_avx512_bf16.cpp PROPERTIES
+  COMPILE_OPTIONS "$<$<BOOL:${simd_x86}>:-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mavx512bf16;-mprefer-vector-width=512>;-fno-strict-aliasing;-Wno-psabi;-Wno-uninitialized;-Wno-maybe-uninitialized")
+set_source_files_properties(torch/attention_portable.cpp PROPERTIES COMPILE_OPTIONS "-fno-strict-aliasing;-Wno-psabi")
+# at::parallel_for is compiled into its caller, and is a plain loop without OpenMP. The runtime is the
+# one that torch has mapped: linking another would start threads of its own.
+find_package(OpenMP COMPONENTS CXX)
+if(OpenMP_CXX_FOUND)
+  set_source_files_properties(torch/attention.cpp PROPERTIES COMPILE_OPTIONS "${OpenMP_CXX_FLAGS}")
+else()
+  message(WARNING "no OpenMP in this compiler: attention on the CPU will run on one thread")
+endif()
 Python_add_library(_torch MODULE WITH_SOABI ${torch_sources} python/errors.cpp)
 target_compile_features(_torch PRIVATE cxx_std_20)
 target_include_directories(_torch SYSTEM PRIVATE ${torch_root}/include
@@ -46,6 +62,13 @@ target_include_directories(_torch SYSTEM PRIVATE ${torch_root}/include
 target_compile_definitions(_torch PRIVATE TORCH_EXTENSION_NAME=_torch TORCH_API_INCLUDE_EXTENSION_H
                            USE_C10D_GLOO)
 target_compile_options(_torch PRIVATE -fvisibility=hidden)
+# torch's headers are most of a build's time: several files share one reading of them. Not through a
+# compiler cache, which wants small pieces. The kernels stay apart: each has its own flags.
+if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set_target_properties(_torch PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
+  file(GLOB torch_apart CONFIGURE_DEPENDS torch/attention*.cpp torch/few_rows*.cpp)
+  set_source_files_properties(${torch_apart} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+endif()
 set(torch_libraries c10 torch_cpu torch torch_python)
 if(torch_with_cuda)
   target_include_directories(_torch SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})

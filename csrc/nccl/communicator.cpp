@@ -17,6 +17,7 @@ namespace {
 // for.
 constexpr std::chrono::milliseconds abort_grace{500};
 constexpr std::chrono::seconds background_abort{60};
+constexpr std::chrono::seconds explanation{2};
 
 }  // namespace
 
@@ -96,6 +97,18 @@ void Communicator::end_after_failure() noexcept {
   });
 }
 
+std::string Communicator::explained(const std::string& what) const {
+  if (!options_.explain) return what;
+  try {
+    const auto text = std::make_shared<std::string>();
+    const auto ask = [text, explain = options_.explain] { *text = explain(); };
+    if (run_with_deadline(ask, Deadline::after(explanation))) return str(what, "; ", *text);
+  } catch (const std::exception&) {
+    // Whoever knows is out of reach: the timeout itself is the news.
+  }
+  return what;
+}
+
 void Communicator::watchdog_tick() noexcept {
   try {
     std::string found;
@@ -112,6 +125,7 @@ void Communicator::watchdog_tick() noexcept {
     if (found.empty()) {
       found = watch_->overdue();
       status = Status::timeout;
+      if (!found.empty()) found = explained(found);
     }
     if (!found.empty() && fail(status, found)) end_after_failure();
   } catch (const std::exception& error) {
@@ -151,8 +165,8 @@ void Communicator::settle(RawComm handle, const std::string& text, Deadline dead
     if (asked == Result::success) asked = state;
     if (asked == Result::in_progress) {
       if (!deadline.expired()) continue;
-      fail(Status::timeout, str(text, " is not done after ", deadline.timeout_seconds(),
-                                " s: a peer has not come, or is stuck"));
+      fail(Status::timeout, explained(str(text, " is not done after ", deadline.timeout_seconds(),
+                                          " s: a peer has not come, or is stuck")));
       end_after_failure();
       throw_failure();
     }

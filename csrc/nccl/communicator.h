@@ -45,7 +45,10 @@ struct Options {
   std::optional<bool> blocking;
   bool watch = true;  // launched work that outlives the timeout is a failure (needs a driver)
   bool abort_on_error = true;  // false: a failure is recorded only, and shrink(abort) may follow
-  Config config;
+  Config config = {};
+  // Who is missing, where something outside the library knows: ends the text of a timeout. Called
+  // on a thread of its own, for a short time. Not inherited by what is made out of a communicator.
+  std::function<std::string()> explain = nullptr;
 };
 
 struct Block {
@@ -222,6 +225,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Aborts in the background, unless failures are only to be recorded.
   void end_after_failure() noexcept;
   void watchdog_tick() noexcept;
+  std::string explained(const std::string& what) const;
   void release_pending(RawComm handle) noexcept;
   void release_all(RawComm handle) noexcept;
   RawComm take_handle() noexcept;

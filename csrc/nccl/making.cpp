@@ -262,7 +262,10 @@ void Communicator::adopt(RawComm handle, const std::string& text, Deadline deadl
 
 Options Communicator::child_options(const std::optional<Options>& asked) const {
   Options options = asked.value_or(options_);
-  if (!asked.has_value()) options.timeout = timeout_.load();
+  if (!asked.has_value()) {
+    options.timeout = timeout_.load();
+    options.explain = nullptr;
+  }
   if (!options.blocking.has_value() && !options.config.blocking.has_value())
     options.blocking = blocking_;
   return options;

@@ -7,6 +7,7 @@ PYBIND11_MODULE(_core, m) {
   namespace python = pyparallel::python;
   m.doc() = "Native core of pyparallel.";
   python::register_errors(m);
+  python::register_announced(m);
   python::register_machine(m);
   python::register_communicator(m);
   python::register_cuda_kernels(m);

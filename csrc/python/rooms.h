@@ -6,6 +6,7 @@
 namespace pyparallel::python {
 
 void register_errors(pybind11::module_& m);        // errors.cpp: the first to be called
+void register_announced(pybind11::module_& m);     // announced.cpp
 void register_machine(pybind11::module_& m);       // machine.cpp
 void register_communicator(pybind11::module_& m);  // communicator.cpp
 void register_cuda_kernels(pybind11::module_& m);  // cuda_kernels.cpp

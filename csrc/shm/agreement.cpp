@@ -1,18 +1,51 @@
 // Whether all ranks called the same thing. Every rank compares the same headers, so all raise
 // alike.
 
-#include <functional>
+#include <unordered_map>
+#include <vector>
 
 #include "shm/group.h"
 
 namespace pyparallel::shm {
 namespace {
 
-// "1000 1000 1001": a value of each rank's header.
-std::string by_rank(const Group& group,
-                    const std::function<std::string(const CallHeader&)>& value) {
+// Texts of ranks, each once, with the ranks that have it, in the order of their first ranks.
+struct Alike {
   std::string text;
-  for (int r = 0; r < group.size(); ++r) text += str(r == 0 ? "" : " ", value(group.header(r)));
+  std::vector<int> ranks;
+
+  // "rank 3", "ranks 0-2, 5"
+  std::string names() const {
+    std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+    for (std::size_t first = 0; first < ranks.size();) {
+      std::size_t last = first;
+      while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
+      text += str(first == 0 ? "" : ", ", ranks[first]);
+      if (last > first) text += str(last == first + 1 ? ", " : "-", ranks[last]);
+      first = last + 1;
+    }
+    return text;
+  }
+};
+
+template <typename TextOf>
+std::vector<Alike> alike(const Group& group, const TextOf& text_of) {
+  std::vector<Alike> all;
+  std::unordered_map<std::string, std::size_t> known;
+  for (int r = 0; r < group.size(); ++r) {
+    const auto [found, is_new] = known.emplace(text_of(r), all.size());
+    if (is_new) all.push_back({found->first, {}});
+    all[found->second].ranks.push_back(r);
+  }
+  return all;
+}
+
+// "1000 on ranks 0-2, 4; 1001 on rank 3": a value of each rank's header.
+template <typename Value>
+std::string by_rank(const Group& group, const Value& value) {
+  std::string text;
+  for (const Alike& some : alike(group, [&](int r) { return str(value(group.header(r))); }))
+    text += str(text.empty() ? "" : "; ", some.text, " on ", some.names());
   return text;
 }
 
@@ -34,33 +67,43 @@ bool has_one_count(Op op) {
 }
 bool has_count_vector(Op op) { return op == Op::reduce_scatter || op == Op::all_gather; }
 
+// No table of counts is in use, and all counts are the same.
+bool all_uniform(const Group& group) {
+  for (int r = 0; r < group.size(); ++r)
+    if (!group.header(r).uniform()) return false;
+  return all_alike(group, [](const CallHeader& h) { return h.count; });
+}
+
+// An entry of a rank's table of counts.
+std::uint64_t count_of(const Group& group, int rank, int entry) {
+  const CallHeader& header = group.header(rank);
+  return header.uniform() ? header.count : group.counts(rank)[entry];
+}
+
 // all_to_all: what i sends to j must be what j expects from i.
 std::string pairwise_misfit(const Group& group) {
+  if (all_uniform(group)) return "";
   const int n = group.size();
-  bool uniform = true;
-  for (int r = 0; r < n; ++r) uniform = uniform && group.header(r).uniform();
-  if (uniform && all_alike(group, [](const CallHeader& h) { return h.count; })) return "";
-  const auto sent = [&](int from, int to) {
-    return group.header(from).uniform() ? group.header(from).count : group.counts(from)[to];
-  };
-  const auto expected = [&](int from, int to) {
-    return group.header(to).uniform() ? group.header(to).count : group.counts(to)[n + from];
-  };
-  for (int from = 0; from < n; ++from)
-    for (int to = 0; to < n; ++to)
-      if (sent(from, to) != expected(from, to))
-        return str("counts differ: rank ", from, " sends ", sent(from, to), " elements to rank ",
-                   to, ", which expects ", expected(from, to));
+  for (int from = 0; from < n; ++from) {
+    for (int to = 0; to < n; ++to) {
+      const std::uint64_t sent = count_of(group, from, to);
+      const std::uint64_t expected = count_of(group, to, n + from);
+      if (sent != expected)
+        return str("counts differ: rank ", from, " sends ", sent, " elements to rank ", to,
+                   ", which expects ", expected);
+    }
+  }
   return "";
 }
 
 // scatter, gather: the root's count for each rank against that rank's own.
 std::string rooted_misfit(const Group& group) {
+  if (all_uniform(group)) return "";
   const int root = group.header(0).root;
   const bool scatter = group.header(0).op == Op::scatter;
   for (int r = 0; r < group.size(); ++r) {
-    const std::uint64_t at_root = group.counts(root)[r];
-    const std::uint64_t own = group.counts(r)[group.size()];
+    const std::uint64_t at_root = count_of(group, root, r);
+    const std::uint64_t own = count_of(group, r, group.size());
     if (at_root != own)
       return str("counts differ: root ", root, scatter ? " sends " : " expects ", at_root,
                  scatter ? " elements to rank " : " elements from rank ", r, ", which ",
@@ -72,21 +115,16 @@ std::string rooted_misfit(const Group& group) {
 // What ranks said of their calls, where that differs: each text once, with its ranks. Empty where
 // all said the same or nothing.
 std::string notes_misfit(const Group& group) {
-  const auto note_of = [&](int r) { return std::string(group.note(r)); };
+  const auto notes = alike(group, [&](int r) { return std::string(group.note(r)); });
+  if (notes.size() == 1) return "";
   std::string text;
-  int texts = 0;
-  for (int r = 0; r < group.size(); ++r) {
-    const std::string note = note_of(r);
-    bool seen = false;
-    for (int before = 0; before < r; ++before) seen = seen || note_of(before) == note;
-    if (seen) continue;
-    text += str(texts++ == 0 ? "rank " : "; rank ", r);
-    for (int other = r + 1; other < group.size(); ++other)
-      if (note_of(other) == note) text += str(", ", other);
-    text += note.empty() ? str(": ", name_of(group.header(r).op), ", called for itself")
-                         : str(": ", note);
+  for (const Alike& some : notes) {
+    text += str(text.empty() ? "" : "; ", some.names(), ": ");
+    text += some.text.empty()
+                ? str(name_of(group.header(some.ranks.front()).op), ", called for itself")
+                : some.text;
   }
-  return texts > 1 ? text : "";
+  return text;
 }
 
 std::string misfit_of(const Group& group) {
@@ -102,14 +140,13 @@ std::string misfit_of(const Group& group) {
     add("reductions differ: " +
         by_rank(group, [](const CallHeader& h) { return name_of(h.reduction); }));
   if (has_root(first.op) && !all_alike(group, [](const CallHeader& h) { return h.root; }))
-    add("roots differ: " + by_rank(group, [](const CallHeader& h) { return str(h.root); }));
+    add("roots differ: " + by_rank(group, [](const CallHeader& h) { return h.root; }));
   if (has_one_count(first.op) && !all_alike(group, [](const CallHeader& h) { return h.count; }))
-    add("element counts differ: " +
-        by_rank(group, [](const CallHeader& h) { return str(h.count); }));
+    add("element counts differ: " + by_rank(group, [](const CallHeader& h) { return h.count; }));
   if (has_count_vector(first.op) && !digests_alike)
     add("lists of block sizes differ between ranks; each rank's own block, in elements (rows times "
         "the length of a row): " +
-        by_rank(group, [](const CallHeader& h) { return str(h.count); }) +
+        by_rank(group, [](const CallHeader& h) { return h.count; }) +
         ". Pass the same list of all ranks' sizes on every rank");
   if (text.empty() && !digests_alike && !has_count_vector(first.op))
     add(str("notes differ after their first ", Note::capacity - 1, " characters: ", group.note(0)));

@@ -201,6 +201,13 @@ std::shared_ptr<Segment> open_as_host(const IdFields& id, int size, std::size_t 
       if (guest.socket) transmit(guest.socket.get(), answer_of(status, text));
     throw_status(status, text);
   };
+  const auto ask_hope = [&] {
+    try {
+      hopeful();
+    } catch (const Error& error) {
+      fail(error.status(), str("join of group ", name, ": ", error.what()));
+    }
+  };
 
   UniqueFd listener = new_socket();
   socklen_t length = 0;
@@ -251,11 +258,7 @@ std::shared_ptr<Segment> open_as_host(const IdFields& id, int size, std::size_t 
     if (interrupt_requested())
       fail(Status::interrupted, str("join of group ", name, ": rank 0 was interrupted"));
     if (n <= 0) {
-      try {
-        hopeful();
-      } catch (const Error& error) {
-        fail(error.status(), str("join of group ", name, ": ", error.what()));
-      }
+      ask_hope();
       continue;
     }
 
@@ -265,6 +268,7 @@ std::shared_ptr<Segment> open_as_host(const IdFields& id, int size, std::size_t 
       const auto answer = receive<Answer>(guest.socket.get(), Deadline::after(milliseconds(0)));
       if (!answer) {
         guest.socket.reset();
+        ask_hope();  // it may have given up because another died, whom this names
         fail(Status::peer_lost,
              str("join of group ", name, ": rank ", ranks[i], " died or gave up while joining"));
       }

@@ -72,7 +72,14 @@ class Collectives {
       return count;
     }
   };
+  // scatter and gather: what the root says of all ranks' blocks and its own, and any other of its.
+  template <typename AnyBlock>
+  void announce_counts(const AnyBlock* blocks, std::size_t own);
+  void announce_count(std::size_t count);
   void move(Move&, const Deadline&);
+  void stage_whole(const Move&);
+  bool all_staged() const;
+  void read_whole(const Move&);
   void move_chunked(const Move&, std::size_t largest, const Deadline&);
 
   // --- zero_copy.cpp
@@ -88,6 +95,8 @@ class Collectives {
   void reserve_staging(Op op, const Deadline&);
   // Where this call's slots begin: the same on all ranks, another place each time. A line that a
   // peer has just read costs several times as much to write as one that has left its cache.
+  std::size_t staging_for(std::size_t bytes) const;
+  bool staging_is_free(std::size_t bytes) const;
   std::size_t next_staging(std::size_t bytes);
   void wait_ready(int rank, std::uint64_t step, const Deadline& deadline) {
     group_.wait(group_.page(rank).ready, step, rank, deadline);
@@ -101,9 +110,9 @@ class Collectives {
   PeerWriter to_peers_;
   std::uint64_t steps_ = 0;
   bool staging_reserved_ = false;
-  std::size_t staging_next_ = 0;
-  symmetric::SymmetricRange symmetric_{};  // of this call's buffer
-  std::vector<std::byte*> peers_;          // of this call: the ranks' symmetric buffers
+  std::size_t staging_last_ = 0, staging_next_ = 0;  // where the last call staged, and up to where
+  symmetric::SymmetricRange symmetric_{};            // of this call's buffer
+  std::vector<std::byte*> peers_;                    // of this call: the ranks' symmetric buffers
   std::vector<const void*> inputs_;
   std::vector<double> factors_;
 };

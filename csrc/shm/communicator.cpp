@@ -281,10 +281,13 @@ std::shared_ptr<Communicator> Seat::split(int color, int key, const Options& opt
   const auto place = std::find(members.begin(), members.end(), rank()) - members.begin();
   // A member may die on the way to the new group, where nobody could name it.
   const auto hopeful = [&] {
+    // All of them: one that gave up because of another's death may be gone as well.
+    std::string dead;
     for (int r : members) {
       if (r == rank() || group_->alive(r)) continue;
-      throw PeerLost(str("split of group ", name(), ": rank ", r, " (pid ", pid_of(r), ") died"));
+      dead += str(dead.empty() ? "" : ", ", "rank ", r, " (pid ", pid_of(r), ")");
     }
+    if (!dead.empty()) throw PeerLost(str("split of group ", name(), ": ", dead, " died"));
   };
   return std::make_shared<Seat>(id, static_cast<int>(place), static_cast<int>(members.size()),
                                 options, hopeful);

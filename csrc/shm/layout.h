@@ -59,16 +59,17 @@ inline std::string group_text(const std::string& name, int size) {
 // number's parity. `arrived` is published last: whoever sees it sees the rest, and the inbox and
 // counts of the same parity.
 struct alignas(64) CallHeader {
-  static constexpr std::uint8_t kUniform =
-      1;  // all_to_all: each count is `count`, the table is unused
+  // all_to_all, scatter, gather: each count of this rank is `count`, its table is unused
+  static constexpr std::uint8_t kUniform = 1;
   static constexpr std::uint8_t kInline = 2;  // what this rank sends, if anything, is in its inbox
   static constexpr std::uint8_t kNoted = 4;   // the caller left a note: it is in the rank's page
+  static constexpr std::uint8_t kStaged = 8;  // what this rank sends lies whole in its staging
 
   Flag arrived;  // the call's sequence number
   Op op = Op::none;
   DType dtype = DType::f32;
   ReduceOp reduction = ReduceOp::sum;
-  std::uint8_t flags = 0;  // kUniform, kInline, kNoted
+  std::uint8_t flags = 0;  // kUniform, kInline, kNoted, kStaged
   std::int16_t root = -1;
   std::int16_t symmetric_rank = 0;  // with symmetric_segment: see symmetric/registry.h
   std::uint64_t count = 0;          // elements; of uneven calls this rank's largest block
@@ -81,6 +82,7 @@ struct alignas(64) CallHeader {
   bool uniform() const { return (flags & kUniform) != 0; }
   bool is_inline() const { return (flags & kInline) != 0; }
   bool noted() const { return (flags & kNoted) != 0; }
+  bool staged() const { return (flags & kStaged) != 0; }
 };
 static_assert(sizeof(CallHeader) == 64, "a header is read in one cache miss");
 

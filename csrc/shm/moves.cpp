@@ -1,7 +1,13 @@
 // all_gather, all_to_all, broadcast, scatter, gather, barrier: data moves and nothing is added.
 //
 // A sender whose data fits its inbox puts it there before it announces the call, and is done. The
-// others' data goes through staging:
+// others' data goes through staging, of an all_to_all up to kWholeBytes in one piece and before the
+// announcement as well, so that the ranks meet once:
+// Protocol "whole move" (base: the place in all ranks' staging, which is the next to be used)
+//   sender   fills its part of staging from base on, then announces the call
+//   reader   has seen all announcements, so reads at once
+//   reuse    base is not in what the last call staged, which a slow rank may still be reading; of
+//            any call before that all are through, since all have announced the last one
 // Protocol "chunked move" (n chunks, the same on all ranks: the largest block of those senders)
 //   sender   waits, from chunk 3 on, for done >= k - 2 of all who read it; fills slot k % 3;
 //            publishes ready = k + 1
@@ -21,6 +27,9 @@ namespace {
 
 // Up to this many bytes a sender uses its inbox.
 constexpr std::size_t kInlineBytes = std::size_t{32} << 10;
+// Up to this many bytes for one rank an all_to_all is staged whole. More gain from being read while
+// the rest is written than they lose by waiting for each chunk.
+constexpr std::size_t kWholeBytes = std::size_t{256} << 10;
 // A received block from here on is written past the caches.
 constexpr std::size_t kStreamBytes = std::size_t{2} << 20;
 
@@ -44,9 +53,12 @@ void Collectives::move(Move& move, const Deadline& deadline) {
       to_peers_.copy(group_.inbox(me) + offset, block.data, block.count * element);
       offset += block.count * element;
     }
+  } else {
+    stage_whole(move);
   }
   group_.arrive(deadline);
   if (all_symmetric()) return move_symmetric(move, deadline);
+  if (all_staged()) return read_whole(move);
 
   std::size_t largest = 0;
   for (int r = 0; r < n; ++r)
@@ -69,6 +81,42 @@ void Collectives::move(Move& move, const Deadline& deadline) {
   if (largest > 0) return move_chunked(move, largest, deadline);
   if (move.local_out != nullptr && move.local_out != move.local.data)
     copy(move.local_out, move.local.data, move.local.count * element, Store::cached);
+}
+
+// Fills this rank's staging before the call is announced, where that is the better way.
+void Collectives::stage_whole(const Move& move) {
+  CallHeader& call = group_.mine();
+  const std::size_t bytes = call.count * size_of(move.dtype);
+  if (move.send_shared || move.root >= 0 || !call.uniform() || bytes > kWholeBytes) return;
+  const std::size_t blocks = move.send.size();
+  if (!staging_is_free(blocks * bytes)) return;
+  std::byte* place = group_.staging(group_.rank()) + staging_for(blocks * bytes);
+  for (const ConstBlock& block : move.send) {
+    to_peers_.copy(place, block.data, block.count * size_of(move.dtype));
+    place += bytes;
+  }
+  call.flags |= CallHeader::kStaged;
+}
+
+bool Collectives::all_staged() const {
+  for (int r = 0; r < group_.size(); ++r)
+    if (!group_.header(r).staged()) return false;
+  return true;
+}
+
+void Collectives::read_whole(const Move& move) {
+  const int n = group_.size();
+  const int me = group_.rank();
+  const std::size_t bytes = move.local.count * size_of(move.dtype);  // of any block
+  const std::size_t base = next_staging(static_cast<std::size_t>(n) * bytes);
+  for (int i = 1; i < n; ++i) {
+    const int from = (me + i) % n;
+    const std::byte* blocks = group_.staging(from) + base;
+    copy(move.receive[from].data, blocks + static_cast<std::size_t>(me) * bytes, bytes,
+         Store::cached);
+  }
+  if (move.local_out != move.local.data)
+    copy(move.local_out, move.local.data, bytes, Store::cached);
 }
 
 void Collectives::move_chunked(const Move& move, std::size_t largest, const Deadline& deadline) {
@@ -196,6 +244,27 @@ void Collectives::all_to_all(const ConstBlock* in, const Block* out, DType dtype
   this->move(move, deadline);
 }
 
+void Collectives::announce_count(std::size_t count) {
+  group_.mine().flags |= CallHeader::kUniform;
+  group_.mine().count = count;
+}
+
+// Equal blocks need no table, which the peers would have to fetch.
+template <typename AnyBlock>
+void Collectives::announce_counts(const AnyBlock* blocks, std::size_t own) {
+  const int n = group_.size();
+  const auto first = blocks[0].count;
+  if (own == first && std::all_of(blocks, blocks + n,
+                                  [first](const AnyBlock& block) { return block.count == first; }))
+    return announce_count(first);
+  std::uint64_t* counts = group_.counts(group_.rank());
+  for (int r = 0; r < n; ++r) {
+    counts[r] = blocks[r].count;
+    group_.mine().count = std::max<std::uint64_t>(group_.mine().count, counts[r]);
+  }
+  counts[n] = own;
+}
+
 void Collectives::scatter(const ConstBlock* in, Block out, DType dtype, int root,
                           const Deadline& deadline) {
   const int n = group_.size();
@@ -204,20 +273,18 @@ void Collectives::scatter(const ConstBlock* in, Block out, DType dtype, int root
   group_.begin(Op::scatter, deadline);
   Move move(dtype, root, n);
   move.send_shared = false;
-  group_.counts(me)[n] = out.count;
   if (me == root) {
+    announce_counts(in, out.count);
     move.send.assign(in, in + n);
-    for (int r = 0; r < n; ++r) {
-      group_.counts(me)[r] = in[r].count;
+    for (int r = 0; r < n; ++r)
       if (r != root) move.readers.push_back(r);
-    }
     move.local = {in[me].data, std::min(in[me].count, out.count)};
     move.local_out = out.data;
     move.send[me].count = 0;
   } else {
+    announce_count(out.count);
     move.receive[root] = out;
   }
-  group_.mine().count = move.largest();
   this->move(move, deadline);
 }
 
@@ -228,17 +295,16 @@ void Collectives::gather(ConstBlock in, const Block* out, DType dtype, int root,
   reserve_staging(Op::gather, deadline);
   group_.begin(Op::gather, deadline);
   Move move(dtype, root, n);
-  group_.counts(me)[n] = in.count;
   if (me == root) {
+    announce_counts(out, in.count);
     move.receive.assign(out, out + n);
-    for (int r = 0; r < n; ++r) group_.counts(me)[r] = out[r].count;
     move.local = {in.data, std::min(in.count, out[me].count)};
     move.local_out = out[me].data;
   } else {
+    announce_count(in.count);
     move.send = {in};
     move.readers = {root};
   }
-  group_.mine().count = move.largest();
   this->move(move, deadline);
 }
 

@@ -138,11 +138,21 @@ void Collectives::two_shot(const TwoShot& call, const Deadline& deadline) {
   steps_ += chunks;
 }
 
+// Where the next call stages `bytes`: alike on all ranks, as they make the same calls.
+std::size_t Collectives::staging_for(std::size_t bytes) const {
+  return staging_next_ + bytes > group_.layout().staging_bytes() ? 0 : staging_next_;
+}
+
+// Whether that is beside what the last call has staged, which peers may still be reading.
+bool Collectives::staging_is_free(std::size_t bytes) const {
+  return staging_for(bytes) == staging_next_ ? bytes <= group_.layout().staging_bytes()
+                                             : bytes <= staging_last_;
+}
+
 std::size_t Collectives::next_staging(std::size_t bytes) {
-  if (staging_next_ + bytes > group_.layout().staging_bytes()) staging_next_ = 0;
-  const std::size_t base = staging_next_;
-  staging_next_ += bytes;
-  return base;
+  staging_last_ = staging_for(bytes);
+  staging_next_ = staging_last_ + bytes;
+  return staging_last_;
 }
 
 void Collectives::reserve_staging(Op op, const Deadline& deadline) {

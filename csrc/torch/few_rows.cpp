@@ -16,7 +16,7 @@ namespace {
 
 #if defined(__x86_64__)
 constexpr std::int64_t kMostRows = 16;
-constexpr std::int64_t kLeastWeight = 1 << 16;  // elements; below, calling is what costs
+constexpr std::int64_t kLeastWeight = 1 << 12;  // elements; below, calling is what costs
 
 bool has_f32() {
   static const bool found = std::strcmp(shm::simd_name(), "avx512") == 0;

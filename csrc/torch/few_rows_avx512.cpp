@@ -17,36 +17,15 @@ namespace {
 
 constexpr int kTile = 4;
 
+// How one type is multiplied: elements to a vector, a step of a tile, and what a sum is rounded to.
 struct F32 {
   using Element = float;
+  using Mask = __mmask16;
   static constexpr std::int64_t kLanes = 16;
 
   template <int M, int N>
-  static void tile(const float* x, const float* w, float* y, const FewRows& s, const float* ahead) {
-    __m512 sums[M][N];
-#pragma GCC unroll 8
-    for (int i = 0; i < M; ++i) {
-#pragma GCC unroll 8
-      for (int j = 0; j < N; ++j) sums[i][j] = _mm512_setzero_ps();
-    }
-    std::int64_t at = 0;
-    for (; at + kLanes <= s.k; at += kLanes) {
-      if (ahead != nullptr) _mm_prefetch(reinterpret_cast<const char*>(ahead + at), _MM_HINT_T1);
-      step<M, N>(x + at, w + at, s.k, static_cast<__mmask16>(0xFFFF), sums);
-    }
-    if (at < s.k) {
-      step<M, N>(x + at, w + at, s.k, static_cast<__mmask16>((1U << (s.k - at)) - 1), sums);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < M; ++i) {
-#pragma GCC unroll 8
-      for (int j = 0; j < N; ++j) y[i * s.n + j] = _mm512_reduce_add_ps(sums[i][j]);
-    }
-  }
-
-  template <int M, int N>
   __attribute__((always_inline)) static void step(const float* x, const float* w, std::int64_t k,
-                                                  __mmask16 mask, __m512 (&sums)[M][N]) {
+                                                  Mask mask, __m512 (&sums)[M][N]) {
     __m512 rows[M];
 #pragma GCC unroll 8
     for (int i = 0; i < M; ++i) rows[i] = _mm512_maskz_loadu_ps(mask, x + i * k);
@@ -57,40 +36,18 @@ struct F32 {
       for (int i = 0; i < M; ++i) sums[i][j] = _mm512_fmadd_ps(rows[i], weight, sums[i][j]);
     }
   }
+
+  static float rounded(float value) { return value; }
 };
 
 struct BF16 {
   using Element = std::uint16_t;
+  using Mask = __mmask32;
   static constexpr std::int64_t kLanes = 32;
 
   template <int M, int N>
-  static void tile(const Element* x, const Element* w, Element* y, const FewRows& s,
-                   const Element* ahead) {
-    __m512 sums[M][N];
-#pragma GCC unroll 8
-    for (int i = 0; i < M; ++i) {
-#pragma GCC unroll 8
-      for (int j = 0; j < N; ++j) sums[i][j] = _mm512_setzero_ps();
-    }
-    std::int64_t at = 0;
-    for (; at + kLanes <= s.k; at += kLanes) {
-      if (ahead != nullptr) _mm_prefetch(reinterpret_cast<const char*>(ahead + at), _MM_HINT_T1);
-      step<M, N>(x + at, w + at, s.k, static_cast<__mmask32>(0xFFFFFFFF), sums);
-    }
-    if (at < s.k) {
-      step<M, N>(x + at, w + at, s.k, static_cast<__mmask32>((1U << (s.k - at)) - 1), sums);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < M; ++i) {
-#pragma GCC unroll 8
-      for (int j = 0; j < N; ++j) y[i * s.n + j] = rounded(_mm512_reduce_add_ps(sums[i][j]));
-    }
-  }
-
-  template <int M, int N>
   __attribute__((always_inline)) static void step(const Element* x, const Element* w,
-                                                  std::int64_t k, __mmask32 mask,
-                                                  __m512 (&sums)[M][N]) {
+                                                  std::int64_t k, Mask mask, __m512 (&sums)[M][N]) {
     __m512bh rows[M];
 #pragma GCC unroll 8
     for (int i = 0; i < M; ++i) {
@@ -113,23 +70,51 @@ struct BF16 {
   }
 };
 
+// y [M, N] = M rows of x against N rows of the weight; `ahead` is fetched meanwhile, unless null.
+template <class Kernel, int M, int N, class Element>
+void tile(const Element* x, const Element* w, Element* y, const FewRows& s, const Element* ahead) {
+  using Mask = typename Kernel::Mask;
+  __m512 sums[M][N];
+#pragma GCC unroll 8
+  for (int i = 0; i < M; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) sums[i][j] = _mm512_setzero_ps();
+  }
+  std::int64_t at = 0;
+  for (; at + Kernel::kLanes <= s.k; at += Kernel::kLanes) {
+    if (ahead != nullptr) _mm_prefetch(reinterpret_cast<const char*>(ahead + at), _MM_HINT_T1);
+    Kernel::template step<M, N>(x + at, w + at, s.k, static_cast<Mask>(~Mask{0}), sums);
+  }
+  if (at < s.k) {
+    const Mask left = static_cast<Mask>((Mask{1} << (s.k - at)) - 1);
+    Kernel::template step<M, N>(x + at, w + at, s.k, left, sums);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < M; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) {
+      y[i * s.n + j] = Kernel::rounded(_mm512_reduce_add_ps(sums[i][j]));
+    }
+  }
+}
+
 // The rows of x against N rows of the weight; `next` is the block after it, or null.
 template <class Kernel, int N, class Element>
 void block(const Element* x, const Element* w, Element* y, const FewRows& s, const Element* next) {
   std::int64_t row = 0;
   for (; row + kTile <= s.m; row += kTile) {
     const Element* ahead = next == nullptr ? nullptr : next + (row / kTile) % N * s.k;
-    Kernel::template tile<kTile, N>(x + row * s.k, w, y + row * s.n, s, ahead);
+    tile<Kernel, kTile, N>(x + row * s.k, w, y + row * s.n, s, ahead);
   }
   x += row * s.k;
   y += row * s.n;
   switch (s.m - row) {
     case 3:
-      return Kernel::template tile<3, N>(x, w, y, s, nullptr);
+      return tile<Kernel, 3, N, Element>(x, w, y, s, nullptr);
     case 2:
-      return Kernel::template tile<2, N>(x, w, y, s, nullptr);
+      return tile<Kernel, 2, N, Element>(x, w, y, s, nullptr);
     case 1:
-      return Kernel::template tile<1, N>(x, w, y, s, nullptr);
+      return tile<Kernel, 1, N, Element>(x, w, y, s, nullptr);
     default:
       return;
   }

@@ -5,6 +5,7 @@
 
 #include "python/capsule.h"
 #include "python/rooms.h"
+#include "torch/attention.h"
 #include "torch/backend.h"
 #include "torch/fast_calls.h"
 #include "torch/few_rows.h"
@@ -83,6 +84,7 @@ PYBIND11_MODULE(_torch, m) {
       py::arg("make_gloo"),
       "Collective over the ranks of one group, on any number of hosts: a capsule for "
       "_core.Communicator.from_capsule.");
+  dist::register_attention(m);
   dist::register_fast_calls(m);
   dist::register_few_rows(m);
   dist::register_nccl_backend(m);

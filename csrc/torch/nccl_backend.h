@@ -25,6 +25,7 @@
 #include "torch/device_backend.h"
 #include "torch/device_streams.h"
 #include "torch/low_latency.h"
+#include "torch/roll_call.h"
 #include "torch/tensors.h"
 #include "torch/work.h"
 
@@ -44,7 +45,7 @@ class NcclBackend final : public c10d::Backend {
   const std::string getBackendName() const override { return "pyparallel"; }
   bool supportsCoalescing() const override { return true; }
 
-  // --- collectives (nccl_calls.cpp)
+  // --- collectives (nccl_calls.cpp; from barrier() on nccl_messages.cpp)
   Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
   Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
   Work allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
@@ -101,6 +102,7 @@ class NcclBackend final : public c10d::Backend {
     std::function<void(nccl::Communicator&, nccl::Stream)> run = {};
     Outputs outputs = {};
     bool waits_on_host = false;
+    std::chrono::milliseconds timeout = {};  // of this call; start() fills it in
     // A sum that the low-latency kernels may take: in place on dense.front().
     std::optional<DType> small_sum = std::nullopt;
   };
@@ -109,16 +111,25 @@ class NcclBackend final : public c10d::Backend {
     std::vector<Call> calls;
     std::vector<at::Tensor> inputs;
     std::optional<c10::Device> device;
+    std::chrono::milliseconds timeout = {};  // the longest of its calls'
   };
+  // How torch wants a call made.
+  struct How {
+    bool caller_waits = false;
+    std::chrono::milliseconds timeout = c10d::kUnsetTimeout;  // the group's
+  };
+  template <typename Opts>
+  static How how_of(const Opts& opts);
 
-  Work start(const Spec& spec, bool caller_waits, const Tensors& inputs, Call call);
-  void put(Call& call, c10::Device device, c10::Stream stream);
+  Work start(const Spec& spec, How how, const Tensors& inputs, Call call);
+  void put(const Spec& spec, Call& call, c10::Device device, c10::Stream stream);
   void finish(Call& call, c10::Stream caller, c10::Stream stream);
   Work work_of(const Spec& spec, const Tensors& inputs, Call& call, c10::Device device,
                c10::Stream stream);
   c10::Stream stream_for(bool caller_waits, c10::Device device);
   void order_after_last(c10::Stream stream);
-  nccl::Communicator& communicator(c10::Device device);
+  nccl::Communicator& communicator(c10::Device device, const std::string& what,
+                                   std::chrono::milliseconds timeout);
   c10::Device device_of(const Tensors& tensors, const char* what) const;
   std::string where(const char* name) const;
 
@@ -140,6 +151,7 @@ class NcclBackend final : public c10d::Backend {
   struct Ends {
     std::shared_ptr<nccl::Communicator> ranks;
     std::shared_ptr<LowLatency> kernels;
+    std::shared_ptr<RollCall> roll;
     std::string failure() const;
     void abort(const std::string& why) const;
   };

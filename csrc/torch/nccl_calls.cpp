@@ -1,15 +1,13 @@
 // The collectives of the CUDA half: arguments checked, then handed to start().
+#include "torch/nccl_calls.h"
+
 #include "base/error.h"
-#include "torch/nccl_backend.h"
-#include "torch/start.h"
 
 namespace pyparallel::dist {
 namespace {
 
 using nccl::Communicator;
 using nccl::Stream;
-
-nccl::Element nccl_element(Element element) { return nccl::element_of(element.dtype); }
 
 // A reduction on its way to the library; a factor needs the communicator.
 struct Reduced {
@@ -88,7 +86,7 @@ NcclBackend::Work NcclBackend::broadcast(Tensors& tensors, const c10d::Broadcast
   call.run = [data, element, root](Communicator& ranks, Stream stream) {
     ranks.broadcast(data->data(), data->data(), data->count(), nccl_element(element), root, stream);
   };
-  return start({c10d::OpType::BROADCAST, "broadcast", "pyparallel:broadcast"}, caller_waits(opts),
+  return start({c10d::OpType::BROADCAST, "broadcast", "pyparallel:broadcast"}, how_of(opts),
                tensors, std::move(call));
 }
 
@@ -108,7 +106,7 @@ NcclBackend::Call NcclBackend::all_reduce_call(const at::Tensor& tensor, const c
 }
 
 NcclBackend::Work NcclBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  return start({c10d::OpType::ALLREDUCE, "all_reduce", "pyparallel:all_reduce"}, caller_waits(opts),
+  return start({c10d::OpType::ALLREDUCE, "all_reduce", "pyparallel:all_reduce"}, how_of(opts),
                tensors, all_reduce_call(the_only(tensors, "all_reduce"), opts.reduceOp));
 }
 
@@ -117,7 +115,7 @@ NcclBackend::Work NcclBackend::allreduce_coalesced(Tensors& tensors,
   std::vector<Call> calls;
   for (const at::Tensor& tensor : tensors) calls.push_back(all_reduce_call(tensor, opts.reduceOp));
   return start({c10d::OpType::ALLREDUCE_COALESCED, "all_reduce", "pyparallel:all_reduce_coalesced"},
-               caller_waits(opts), tensors, together(std::move(calls), {tensors}));
+               how_of(opts), tensors, together(std::move(calls), {tensors}));
 }
 
 NcclBackend::Work NcclBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -131,7 +129,7 @@ NcclBackend::Work NcclBackend::reduce(Tensors& tensors, const c10d::ReduceOption
     ranks.reduce(data->data(), data->data(), data->count(), nccl_element(how.element),
                  how.in(ranks), root, stream);
   };
-  return start({c10d::OpType::REDUCE, "reduce", "pyparallel:reduce"}, caller_waits(opts), tensors,
+  return start({c10d::OpType::REDUCE, "reduce", "pyparallel:reduce"}, how_of(opts), tensors,
                std::move(call));
 }
 
@@ -139,7 +137,7 @@ NcclBackend::Work NcclBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                          const c10d::AllgatherOptions& opts) {
   const at::Tensor& input = the_only(inputs, "all_gather input");
   const Tensors& list = the_only(outputs, "all_gather output");
-  return start({c10d::OpType::ALLGATHER, "all_gather", "pyparallel:all_gather"}, caller_waits(opts),
+  return start({c10d::OpType::ALLGATHER, "all_gather", "pyparallel:all_gather"}, how_of(opts),
                inputs, all_gather_call(list, input));
 }
 
@@ -175,7 +173,7 @@ NcclBackend::Work NcclBackend::allgather_coalesced(TensorLists& outputs, Tensors
     calls.push_back(all_gather_call(of_all, inputs[i]));
   }
   return start({c10d::OpType::ALLGATHER_COALESCED, "all_gather", "pyparallel:all_gather_coalesced"},
-               caller_waits(opts), inputs, together(std::move(calls), outputs));
+               how_of(opts), inputs, together(std::move(calls), outputs));
 }
 
 NcclBackend::Call NcclBackend::all_gather_call(const at::Tensor& output, const at::Tensor& input) {
@@ -193,7 +191,7 @@ NcclBackend::Call NcclBackend::all_gather_call(const at::Tensor& output, const a
 NcclBackend::Work NcclBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                const c10d::AllgatherOptions& opts) {
   return start({c10d::OpType::_ALLGATHER_BASE, "all_gather", "pyparallel:_all_gather_base"},
-               caller_waits(opts), {input}, all_gather_call(output, input));
+               how_of(opts), {input}, all_gather_call(output, input));
 }
 
 NcclBackend::Work NcclBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -205,7 +203,7 @@ NcclBackend::Work NcclBackend::allgather_into_tensor_coalesced(Tensors& outputs,
     calls.push_back(all_gather_call(outputs[i], inputs[i]));
   return start({c10d::OpType::ALLGATHER_COALESCED, "all_gather",
                 "pyparallel:all_gather_into_tensor_coalesced"},
-               caller_waits(opts), inputs, together(std::move(calls), {outputs}));
+               how_of(opts), inputs, together(std::move(calls), {outputs}));
 }
 
 NcclBackend::Work NcclBackend::gather(TensorLists& outputs, Tensors& inputs,
@@ -225,7 +223,7 @@ NcclBackend::Work NcclBackend::gather(TensorLists& outputs, Tensors& inputs,
     ranks.gather({from->data(), from->count()}, blocks_of<nccl::Block>(to), nccl_element(element),
                  root, stream);
   };
-  return start({c10d::OpType::GATHER, "gather", "pyparallel:gather"}, caller_waits(opts), inputs,
+  return start({c10d::OpType::GATHER, "gather", "pyparallel:gather"}, how_of(opts), inputs,
                std::move(call));
 }
 
@@ -246,7 +244,7 @@ NcclBackend::Work NcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
     ranks.scatter(blocks_of<nccl::ConstBlock>(from), {to->data(), to->count()},
                   nccl_element(element), root, stream);
   };
-  return start({c10d::OpType::SCATTER, "scatter", "pyparallel:scatter"}, caller_waits(opts),
+  return start({c10d::OpType::SCATTER, "scatter", "pyparallel:scatter"}, how_of(opts),
                rank_ == root ? inputs.front() : Tensors(), std::move(call));
 }
 
@@ -267,7 +265,7 @@ NcclBackend::Work NcclBackend::reduce_scatter(Tensors& outputs, TensorLists& inp
                          how.in(ranks), stream);
   };
   return start({c10d::OpType::REDUCE_SCATTER, "reduce_scatter", "pyparallel:reduce_scatter"},
-               caller_waits(opts), list, std::move(call));
+               how_of(opts), list, std::move(call));
 }
 
 NcclBackend::Call NcclBackend::reduce_scatter_call(const at::Tensor& output,
@@ -289,7 +287,7 @@ NcclBackend::Work NcclBackend::_reduce_scatter_base(at::Tensor& output, at::Tens
                                                     const c10d::ReduceScatterOptions& opts) {
   return start(
       {c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", "pyparallel:_reduce_scatter_base"},
-      caller_waits(opts), {input}, reduce_scatter_call(output, input, opts.reduceOp));
+      how_of(opts), {input}, reduce_scatter_call(output, input, opts.reduceOp));
 }
 
 NcclBackend::Work NcclBackend::reduce_scatter_tensor_coalesced(
@@ -301,7 +299,7 @@ NcclBackend::Work NcclBackend::reduce_scatter_tensor_coalesced(
     calls.push_back(reduce_scatter_call(outputs[i], inputs[i], opts.reduceOp));
   return start({c10d::OpType::REDUCE_SCATTER, "reduce_scatter",
                 "pyparallel:reduce_scatter_tensor_coalesced"},
-               caller_waits(opts), inputs, together(std::move(calls), {outputs}));
+               how_of(opts), inputs, together(std::move(calls), {outputs}));
 }
 
 NcclBackend::Work NcclBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -320,7 +318,7 @@ NcclBackend::Work NcclBackend::alltoall_base(at::Tensor& output, at::Tensor& inp
                      cut<nccl::Block>(*to, received, element), nccl_element(element), stream);
   };
   return start({c10d::OpType::ALLTOALL_BASE, "all_to_all", "pyparallel:all_to_all_single"},
-               caller_waits(opts), {input}, std::move(call));
+               how_of(opts), {input}, std::move(call));
 }
 
 NcclBackend::Work NcclBackend::alltoall(Tensors& outputs, Tensors& inputs,
@@ -335,51 +333,8 @@ NcclBackend::Work NcclBackend::alltoall(Tensors& outputs, Tensors& inputs,
     ranks.all_to_all(blocks_of<nccl::ConstBlock>(from), blocks_of<nccl::Block>(to),
                      nccl_element(element), stream);
   };
-  return start({c10d::OpType::ALLTOALL, "all_to_all", "pyparallel:all_to_all"}, caller_waits(opts),
+  return start({c10d::OpType::ALLTOALL, "all_to_all", "pyparallel:all_to_all"}, how_of(opts),
                inputs, std::move(call));
-}
-
-NcclBackend::Work NcclBackend::barrier(const c10d::BarrierOptions& opts) {
-  c10::Device device = streams_.current_device();
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (device_) device = *device_;
-  }
-  if (opts.device) device = *opts.device;
-  if (!opts.device_ids.empty())
-    device = c10::Device(streams_.type(), static_cast<c10::DeviceIndex>(opts.device_ids.front()));
-  const at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(device));
-  Call call = all_reduce_call(token, c10d::ReduceOp::SUM);
-  call.small_sum.reset();
-  call.waits_on_host = true;
-  return start({c10d::OpType::BARRIER, "barrier", "pyparallel:barrier"}, caller_waits(opts),
-               {token}, std::move(call));
-}
-
-NcclBackend::Work NcclBackend::exchange(const Spec& spec, Tensors& tensors, int peer, int tag,
-                                        bool sends) {
-  const at::Tensor& tensor = the_only(tensors, spec.name);
-  require_root(peer, size_);
-  PYPARALLEL_REQUIRE(tag == 0, spec.name, " with tag ", tag,
-                     ": NCCL matches messages by their order and has no tags; use tag 0");
-  const Element element = element_of(tensor.scalar_type());
-  auto data = dense(tensor, sends ? Dense::Use::read : Dense::Use::write, element);
-  Call call{{data}, {}, {tensors}};
-  call.run = [data, element, peer, sends](Communicator& ranks, Stream stream) {
-    if (sends)
-      ranks.send(data->data(), data->count(), nccl_element(element), peer, stream);
-    else
-      ranks.recv(data->data(), data->count(), nccl_element(element), peer, stream);
-  };
-  return start(spec, false, tensors, std::move(call));
-}
-
-NcclBackend::Work NcclBackend::send(Tensors& tensors, int destination, int tag) {
-  return exchange({c10d::OpType::SEND, "send", "pyparallel:send"}, tensors, destination, tag, true);
-}
-
-NcclBackend::Work NcclBackend::recv(Tensors& tensors, int source, int tag) {
-  return exchange({c10d::OpType::RECV, "recv", "pyparallel:recv"}, tensors, source, tag, false);
 }
 
 NcclBackend::Call NcclBackend::together(std::vector<Call> calls, Outputs outputs) {

@@ -37,20 +37,20 @@ bool NcclWork::isSuccess() const { return facts_.failure().empty() && end_.reach
 bool NcclWork::wait(std::chrono::milliseconds timeout) {
   throw_if_failed();
   end_.before(streams_.current(facts_.device));
-  if (timeout != kNoTimeout || facts_.waits_on_host) wait_here(timeout);
+  const bool limited = timeout != kNoTimeout && timeout != c10d::kUnsetTimeout;
+  if (limited || facts_.waits_on_host) wait_here(limited ? timeout : std::chrono::hours(24 * 365));
   return true;
 }
 
 void NcclWork::wait_here(std::chrono::milliseconds timeout) {
-  const Deadline deadline =
-      Deadline::after(timeout == kNoTimeout ? std::chrono::hours(24 * 365) : timeout);
+  const Deadline deadline = Deadline::after(timeout);
   for (auto pause = std::chrono::microseconds(20); !end_.reached();
        pause = std::min(pause * 2, std::chrono::microseconds(2000))) {
     throw_if_failed();
     if (interrupt_requested()) throw Interrupted(str(facts_.what, ": interrupted"));
     if (deadline.expired()) {
-      const std::string text =
-          str(facts_.what, ": not done after ", deadline.timeout_seconds(), " s");
+      const std::string text = str(facts_.what, ": not done after ", deadline.timeout_seconds(),
+                                   " s; ", facts_.absent());
       facts_.abort(text);
       throw Timeout(text);
     }

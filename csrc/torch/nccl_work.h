@@ -23,6 +23,7 @@ class NcclWork final : public c10d::Work {
     bool waits_on_host = false;  // a barrier: wait() returns when it is done
     // Empty while the group is usable, else why not.
     std::function<std::string()> failure;
+    std::function<std::string()> absent;  // who has not come, for the text of a timeout
     std::function<void(const std::string&)> abort;
   };
 

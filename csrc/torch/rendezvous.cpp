@@ -18,13 +18,13 @@ enum class Waited { come, late, over };
 
 std::string over_key(const Topology& topology) { return topology.prefix + "over"; }
 
-// Polls with growing pauses: ends on time, and on Ctrl-C, whatever kind of store it is.
+// Polls with growing pauses: ends on time, and on Ctrl-C. `over` may be empty.
 Waited wait_for(c10d::Store& store, const std::vector<std::string>& keys, const std::string& over,
                 Deadline deadline) {
   std::chrono::milliseconds pause(1);
   // Whoever gave up has been there as well: what is over is over, though all keys are there.
   for (bool come = false;; come = store.check(keys)) {
-    if (store.check({over})) return Waited::over;
+    if (!over.empty() && store.check({over})) return Waited::over;
     if (come) return Waited::come;
     if (deadline.expired()) return Waited::late;
     if (interrupt_requested()) throw Interrupted("a signal ended the rendezvous");
@@ -69,6 +69,10 @@ std::string read_identity(const Seat& seat, const Topology& topology, int rank) 
 }
 
 }  // namespace
+
+bool wait_for_keys(c10d::Store& store, const std::vector<std::string>& keys, Deadline deadline) {
+  return wait_for(store, keys, "", deadline) == Waited::come;
+}
 
 Topology meet(const Seat& seat, Deadline deadline) {
   PYPARALLEL_REQUIRE(seat.size >= 1 && seat.rank >= 0 && seat.rank < seat.size, "group ",

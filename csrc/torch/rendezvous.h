@@ -35,6 +35,9 @@ struct Topology {
   std::vector<std::string> identities;  // by host
 };
 
+// Whether all keys are there before the deadline. Ends on Ctrl-C too, whatever kind of store it is.
+bool wait_for_keys(c10d::Store& store, const std::vector<std::string>& keys, Deadline deadline);
+
 // Waits until all ranks have come. Throws Timeout naming the absent ones.
 Topology meet(const Seat& seat, Deadline deadline);
 // After a failure of what follows the meeting: it is over for all ranks.

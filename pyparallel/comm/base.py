@@ -17,7 +17,7 @@ from pyparallel.comm.tensors import (
     written,
 )
 from pyparallel.comm.work import Work, milliseconds
-from pyparallel.errors import InvalidArgument
+from pyparallel.errors import InvalidArgument, Unsupported
 
 # A call of the core: addresses of its plain inputs and outputs, and whether it is only queued.
 CoreCall = Callable[[list[int], list[int], bool], "_core.Work | None"]
@@ -55,7 +55,8 @@ class Base:
         """Tells the other ranks, so that they raise and do not wait; gives what to raise here."""
         self._core.refuse(op, str(error))
         where = f"{op} #{self._core.sequence}, group {self._core.name}, rank {self._rank}"
-        told = type(error) if isinstance(error, (TypeError, ValueError)) else InvalidArgument
+        kept = isinstance(error, (TypeError, ValueError, Unsupported))
+        told = type(error) if kept else InvalidArgument
         return told(f"{where}: {error}")
 
     def _start(

@@ -3,7 +3,8 @@
 Every method goes the same way. The common case (plain tensors, shards along dimension 0) is
 checked and called in C++ (`_torch.FastCalls`, which gives None for any other). Else: check and
 shape the arguments; when that fails, refuse, so that the other ranks raise too; else run the core's
-call on plain arrays, through copies where a tensor is none (`Base._start`).
+call on plain arrays, through copies where a tensor is none (`Base._start`). Values of a wrong type
+are refused like any other, and so is a call that does not fit the signature (`announced`).
 """
 
 from collections.abc import Sequence
@@ -11,10 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from pyparallel.comm.announced import announced
 from pyparallel.comm.arguments import blocks_of
 from pyparallel.comm.reductions import DTYPES, Reduction, reduction_of
 from pyparallel.comm.rooted import Ran, Rooted, Seconds
-from pyparallel.comm.shards import shards_of_whole, to_front, whole_from_shard
+from pyparallel.comm.shards import FIRST, shards_of_whole, to_front, whole_from_shard
 from pyparallel.comm.tensors import (
     check_like,
     checked,
@@ -38,6 +40,7 @@ class Collectives(Rooted):
     Integers wrap around as torch's do (int8: 120 + 100 gives -36).
     """
 
+    @announced
     def all_reduce(
         self,
         x: Tensor,
@@ -83,6 +86,7 @@ class Collectives(Rooted):
             async_op,
         )
 
+    @announced
     def all_gather(
         self,
         x: Tensor,
@@ -99,7 +103,7 @@ class Collectives(Rooted):
         receives rank r's `x` and may have any shape of as many elements. A 0-dimensional `x` counts
         as one row.
         """
-        if dim == 0 and timeout is None and not async_op:
+        if dim is FIRST and timeout is None and not async_op:
             fast = self._fast
             done = (
                 fast.all_gather(x, out) if sizes is None else fast.all_gather_uneven(x, out, sizes)
@@ -131,6 +135,7 @@ class Collectives(Rooted):
             self._own(counts, x) if len(outs) == 1 else None,
         )
 
+    @announced
     def reduce_scatter(
         self,
         x: Tensor | Sequence[Tensor],
@@ -147,7 +152,7 @@ class Collectives(Rooted):
         Uneven: `sizes[r]` is the size of rank r's shard; without it `dim` must divide by the number
         of ranks. `x` may be a list: x[r] is what is reduced for rank r.
         """
-        if dim == 0 and timeout is None and not async_op:
+        if dim is FIRST and timeout is None and not async_op:
             done = (
                 self._fast.reduce_scatter(x, op, out)
                 if sizes is None
@@ -185,6 +190,7 @@ class Collectives(Rooted):
         own = -self._own(counts, result) if len(ins) == 1 else None
         return self._start(call, ins, [to_front(result, axis)], result, async_op, own)
 
+    @announced
     def all_to_all(
         self,
         x: Tensor | Sequence[Tensor],
@@ -201,7 +207,7 @@ class Collectives(Rooted):
         Uneven: `in_sizes[r]` go to rank r, `out_sizes[r]` come from it. With lists `x` and `out`,
         x[r] goes to rank r and out[r] receives from it.
         """
-        if dim == 0 and timeout is None and not async_op:
+        if dim is FIRST and timeout is None and not async_op:
             done = (
                 self._fast.all_to_all(x, out)
                 if in_sizes is None and out_sizes is None
@@ -248,6 +254,7 @@ class Collectives(Rooted):
             async_op,
         )
 
+    @announced
     def barrier(self, *, async_op: bool = False, timeout: Seconds = None) -> Ran:
         """Returns when every rank has called it."""
         if timeout is None and not async_op:

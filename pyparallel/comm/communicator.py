@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pyparallel import _core
+from pyparallel.comm.announced import announced
 from pyparallel.comm.boards import FileBoard, StoreBoard
 from pyparallel.comm.collectives import Collectives
 from pyparallel.comm.messages import Messages, Recv, Send
@@ -130,6 +131,7 @@ class Communicator(Collectives, Messages):
 
     # --- sub-groups
 
+    @announced
     def split(
         self, color: int | None, key: int = 0, *, name: str | None = None
     ) -> "Communicator | None":

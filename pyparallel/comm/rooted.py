@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from pyparallel.comm.announced import announced
 from pyparallel.comm.arguments import Arguments, blocks_of
 from pyparallel.comm.reductions import DTYPES, Reduction, reduction_of
-from pyparallel.comm.shards import axis_of, shards_of_whole, to_front, whole_from_shard
+from pyparallel.comm.shards import FIRST, axis_of, shards_of_whole, to_front, whole_from_shard
 from pyparallel.comm.tensors import check_like, checked, checked_output, is_plain
 from pyparallel.errors import InvalidArgument
 
@@ -20,6 +21,7 @@ Seconds = float | timedelta | None
 class Rooted(Arguments):
     """reduce, broadcast, scatter and gather; `Collectives` says what their parameters are."""
 
+    @announced
     def reduce(
         self,
         x: Tensor,
@@ -60,6 +62,7 @@ class Rooted(Arguments):
 
         return self._start(call, [x], [target] if on_root else [], target, async_op)
 
+    @announced
     def broadcast(
         self, x: Tensor, root: int = 0, *, async_op: bool = False, timeout: Seconds = None
     ) -> Ran:
@@ -83,6 +86,7 @@ class Rooted(Arguments):
             writes=root != self._rank,
         )
 
+    @announced
     def scatter(
         self,
         x: Tensor | Sequence[Tensor] | None,
@@ -99,7 +103,7 @@ class Rooted(Arguments):
         `x` is None except on the root, and may be a list: x[r] goes to rank r. Uneven: `sizes[r]`
         is the size of rank r's shard.
         """
-        if dim == 0 and sizes is None and timeout is None and not async_op:
+        if dim is FIRST and sizes is None and timeout is None and not async_op:
             done = self._fast.scatter(x, out, root)
             if done is not None:
                 return done
@@ -133,6 +137,7 @@ class Rooted(Arguments):
 
         return self._start(call, ins, [to_front(target, axis)], out, async_op)
 
+    @announced
     def gather(
         self,
         x: Tensor,
@@ -145,7 +150,7 @@ class Rooted(Arguments):
         timeout: Seconds = None,
     ) -> Ran:
         """As `all_gather`, on the root only; elsewhere an empty tensor is given."""
-        if dim == 0 and sizes is None and timeout is None and not async_op:
+        if dim is FIRST and sizes is None and timeout is None and not async_op:
             done = self._fast.gather(x, out, root)
             if done is not None:
                 return done

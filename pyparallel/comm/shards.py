@@ -8,6 +8,10 @@ from torch import Tensor
 
 from pyparallel.errors import InvalidArgument
 
+# What `dim` is by default. Compared by identity, which cannot raise, whatever was passed: another
+# zero only takes the longer way.
+FIRST = 0
+
 
 class Shards(NamedTuple):
     """Shards along `dim` of a whole of `shape`; shard r has `sizes[r]` of that dimension."""

@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
@@ -12,11 +12,27 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from pyparallel import _core
+from pyparallel.comm.announced import Method, announced_by
 from pyparallel.comm.communicator import Communicator
 from pyparallel.comm.work import milliseconds
 from pyparallel.errors import InvalidArgument
 
 __all__ = ["SymmetricMemory"]
+
+
+def _refuse_making(given: tuple[Any, ...], named: dict[str, Any], error: Exception) -> Exception:
+    group = named.get("group", given[1] if len(given) > 1 else None)
+    return group._refused("symmetric memory", error) if isinstance(group, Communicator) else error
+
+
+def _told(op: str) -> Callable[[Method], Method]:
+    """A collective of the memory, by its name in the core."""
+
+    def refuse(given: tuple[Any, ...], _: dict[str, Any], error: Exception) -> Exception:
+        given[0]._core.refuse(op, f"{type(error).__name__}: {error}")
+        return error
+
+    return announced_by(refuse)
 
 
 class SymmetricMemory:
@@ -33,6 +49,7 @@ class SymmetricMemory:
     Closing never waits, and tensors stay valid after it: the memory goes with its last tensor.
     """
 
+    @announced_by(_refuse_making)
     def __init__(
         self,
         group: Communicator,
@@ -81,6 +98,7 @@ class SymmetricMemory:
 
     # --- tensors
 
+    @_told("allocate")
     def empty(
         self,
         shape: "int | Sequence[int]",
@@ -113,6 +131,7 @@ class SymmetricMemory:
         offset = self._core.allocate(nbytes, aligned, self._timeout_ms)
         return self._bytes(self.rank, offset, nbytes).view(dtype)[:count].view(sizes)
 
+    @_told("release")
     def free(self, tensor: torch.Tensor) -> None:
         """Collective: gives back what `empty` took. No rank may use it any more, on any rank."""
         with self._refusing("release"):
@@ -186,6 +205,7 @@ class SymmetricMemory:
         """
         self._core.wait_signal(source, channel, self._ms(timeout))
 
+    @_told("barrier")
     def barrier(self, *, timeout: "float | timedelta | None" = None) -> None:
         """Collective: what any rank wrote before it, every rank sees after it.
 

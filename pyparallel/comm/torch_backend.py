@@ -6,13 +6,14 @@
 Everything else is torch's own interface: docs/torch_backend.md.
 """
 
+import os
 import weakref
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from pyparallel import _core, _torch
 from pyparallel.comm.communicator import Communicator
@@ -38,7 +39,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
     backend = _made.get(group_store)
     if backend is None:
         backend = _torch.create_backend(
-            options.store,
+            _of_this_attempt(options.store),
             options.group_rank,
             options.group_size,
             _name(options.group_id, list(options.global_ranks_in_group)),
@@ -47,6 +48,15 @@ def create(options: Any, backend_options: Any = None) -> Any:
         )
         _made[group_store] = backend
     return backend
+
+
+def _of_this_attempt(store: Store) -> Store:
+    """torchrun keeps one store over its restarts, with all that dead ranks wrote: a rank that died
+    before it came to a meeting would be out of step with the others for good. Where one agent has
+    all ranks, they agree on the number of the restart; agents of several hosts count their own."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return PrefixStore(f"attempt/{attempt}", store) if attempt != "0" and alone else store
 
 
 def communicator_of(group: dist.ProcessGroup) -> Communicator | None:

@@ -4,6 +4,7 @@ Each case runs the bad call on one rank and a good one on the others, then prove
 that the group is still usable.
 """
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -215,6 +216,110 @@ def test_one_bad_rank_fails_all_at_once(case, bad_rank):
     assert said[1 - bad_rank].startswith("Mismatch"), said
     assert re.search(found, said[1 - bad_rank]), said[1 - bad_rank]
     assert f"rank {bad_rank}" in said[1 - bad_rank]
+
+
+# --- each argument of each collective, of a type that it cannot be
+
+CALLS: dict[str, Callable[[Communicator], dict]] = {
+    "all_reduce": lambda c: {"x": ones(4)},
+    "reduce": lambda c: {"x": ones(4)},
+    "broadcast": lambda c: {"x": ones(4)},
+    "all_gather": lambda c: {"x": ones(4)},
+    "reduce_scatter": lambda c: {"x": ones(4)},
+    "all_to_all": lambda c: {"x": ones(4)},
+    "scatter": lambda c: {"x": ones(4) if c.rank == 0 else None, "out": ones(2)},
+    "gather": lambda c: {"x": ones(4)},
+    "barrier": lambda c: {},
+    "split": lambda c: {"color": 0},
+}
+
+
+class Odd:
+    """Raises whatever is asked of it."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("odd")
+
+    __hash__ = None
+
+
+WRONG = [2.5, "x", object(), [object()], {1: 2}, 1 << 70, float("nan"), torch.float32, Odd()]
+# What Python itself makes sense of: any object is true or false, and any text names a group.
+FREE = {"async_op", "name"}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_any_argument_of_a_wrong_type_fails_on_all(op):
+    """On either rank; the group is still usable after each."""
+
+    def body(comm: Communicator) -> None:
+        method = getattr(comm, op)
+        for parameter in inspect.signature(method).parameters:
+            if parameter in FREE:
+                continue
+            for wrong in [*WRONG, ones(2, 3)]:
+                for bad_rank in (0, 1):
+                    arguments = CALLS[op](comm)
+                    if comm.rank == bad_rank:
+                        arguments[parameter] = wrong
+                    try:
+                        method(**arguments)
+                    except (InvalidArgument, Mismatch, TypeError):
+                        failed = 1.0
+                    else:
+                        failed = 0.0
+                    # Here it may be right after all, such as a float that is no dim but a timeout.
+                    said = comm.all_reduce(torch.tensor([failed])).item()
+                    assert said in (0.0, 2.0), (parameter, wrong, bad_rank)
+        assert comm.failure == ""
+
+    run_threads(2, body, timeout=5, run_timeout=60)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_call_that_does_not_bind_fails_on_all(bad_rank):
+    """Python refuses it before the method's first line; the other rank hears of it all the same."""
+
+    def body(comm: Communicator) -> None:
+        for op, arguments in CALLS.items():
+            method = getattr(comm, op)
+            right = arguments(comm)
+            wrong = [((), {**right, "sise": 3}), ((None,) * 9, {}), ((None,), right)]
+            if right:
+                wrong.append(((), {}))
+            for positional, keywords in wrong:
+                if comm.rank == bad_rank:
+                    where = rf"^{op} #\d+, group .*, rank {bad_rank}: .*{op}\(\) "
+                    with pytest.raises(TypeError, match=where):
+                        method(*positional, **keywords)
+                else:
+                    with pytest.raises(Mismatch, match=rf"rank {bad_rank}.*{op}\(\) "):
+                        method(**right)
+        assert comm.failure == ""
+        assert comm.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+
+    run_threads(2, body, timeout=20, run_timeout=60)
+
+
+def test_what_a_method_itself_raises_is_told_once():
+    """A TypeError from inside is not taken for a call that does not bind."""
+
+    def body(comm: Communicator) -> None:
+        before = comm.sequence
+        with pytest.raises((InvalidArgument, TypeError, Mismatch)):
+            comm.all_reduce(None if comm.rank == 0 else ones(2))
+        assert comm.sequence == before + 1
+
+    run_threads(2, body)
+    with pytest.raises(TypeError, match="all_reduce"):  # and without self nobody can be told
+        Communicator.all_reduce()
+
+
+def test_the_methods_look_like_functions():
+    assert list(inspect.signature(Communicator.broadcast).parameters)[:3] == ["self", "x", "root"]
+    assert "in place" in inspect.getdoc(Communicator.all_reduce)
+    assert Communicator.gather.__name__ == "gather"
+    assert inspect.isroutine(Communicator.gather)
 
 
 @pytest.mark.parametrize("case", ["no tensor", "unknown op", "remainder", "root"])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pyparallel.comm import Communicator
+from tests.comm.threads import run_threads
 
 
 @pytest.fixture
@@ -167,3 +168,36 @@ def test_a_saved_tensor_that_a_call_has_changed_is_noticed_by_autograd(seat: Com
     seat.all_reduce(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+def test_what_gather_gives_off_the_root_is_nobody_else_s() -> None:
+    """The empty tensor is made once and given again, but never while somebody has it."""
+
+    def body(comm: Communicator) -> None:
+        x = torch.ones(3, 2)
+
+        def gathered(x: torch.Tensor = x) -> torch.Tensor:
+            return comm.gather(x, root=0)
+
+        if comm.rank == 0:
+            for _ in range(7):
+                gathered()
+            gathered(torch.ones(3, 2).long())
+            gathered(torch.ones(5))
+            return
+        held = [gathered() for _ in range(4)]
+        assert len({id(y) for y in held}) == 4
+        changed = gathered().requires_grad_()  # let go, with a mark
+        alias, shape = changed.detach(), changed.shape
+        del changed
+        again = gathered()
+        assert again.shape == shape == (0, 2)
+        assert not again.requires_grad
+        again.resize_(4)
+        assert all(y.shape == (0, 2) for y in (alias, *held))
+        del again
+        assert gathered().shape == (0, 2)
+        assert gathered(torch.ones(3, 2).long()).dtype == torch.int64
+        assert gathered(torch.ones(5)).shape == (0,)
+
+    run_threads(2, body)

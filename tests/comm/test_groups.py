@@ -282,6 +282,26 @@ def test_a_misfit_raises_on_every_rank(usual, odd, match, bad):
         assert "group threads" in text
 
 
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_a_misfit_says_which_ranks_have_which_value(bad):
+    others = {0: "ranks 1-3", 1: "ranks 0, 2, 3", 3: "ranks 0-2"}[bad]
+    for usual, odd, what, values in [
+        (lambda c: c.all_reduce(torch.ones(4)), lambda c: c.all_reduce(torch.ones(5)),
+         "element counts differ: ", ("4", "5")),
+        (lambda c: c.all_reduce(torch.ones(4)), lambda c: c.all_reduce(torch.ones(4).half()),
+         "dtypes differ: ", ("float32", "float16")),
+        (lambda c: c.reduce(torch.ones(4)), lambda c: c.reduce(torch.ones(4), "max"),
+         "reductions differ: ", ("sum", "max")),
+        (lambda c: c.broadcast(torch.ones(4)), lambda c: c.broadcast(torch.ones(4), 2),
+         "roots differ: ", ("0", "2")),
+        (lambda c: c.all_gather(torch.ones(2)), lambda c: c.barrier(),
+         "ranks called different operations: ", ("all_gather", "barrier")),
+    ]:  # fmt: skip
+        said = [f"{values[0]} on {others}", f"{values[1]} on rank {bad}"]
+        expected = what + "; ".join(reversed(said) if bad == 0 else said)
+        misfit(*[odd if r == bad else usual for r in range(4)], match=f"{expected}$")
+
+
 def test_order_of_two_calls():
     first = lambda c: c.all_reduce(torch.ones(4))  # noqa: E731
     second = lambda c: c.broadcast(torch.ones(4))  # noqa: E731

@@ -57,7 +57,9 @@ void failures(int n) {
       Status got = status_of(
           [&] { comm->all_reduce(x.data(), x.data(), me == 0 ? 99 : 100, DType::f32, {}, soon()); },
           &text);
-      check::that(got == Status::mismatch && text.find("99 100") != std::string::npos, text);
+      check::that(
+          got == Status::mismatch && text.find("99 on rank 0; 100 on rank") != std::string::npos,
+          text);
       got = status_of(
           [&] {
             if (me == 0) {
@@ -67,7 +69,8 @@ void failures(int n) {
             }
           },
           &text);
-      check::that(got == Status::mismatch && text.find("barrier broadcast") != std::string::npos,
+      check::that(got == Status::mismatch &&
+                      text.find("barrier on rank 0; broadcast on rank") != std::string::npos,
                   text);
       got = status_of([&] { comm->broadcast(x.data(), 100, DType::f32, me == 0 ? n : 0, soon()); },
                       &text);

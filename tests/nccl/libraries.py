@@ -22,7 +22,7 @@ def code_of(version: str) -> int:
 class Libraries:
     """Stand-ins in one folder, each in a folder of its own and named libnccl.so.2."""
 
-    def __init__(self, folder: Path, flags: Iterable[str] = ("-O1", "-g1")) -> None:
+    def __init__(self, folder: Path, flags: Iterable[str] = ("-O0",)) -> None:
         self.folder = folder
         self.flags = list(flags)
         self.compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"

@@ -231,7 +231,16 @@ def bad_arguments(rank: Rank) -> None:
         SymmetricMemory(group, 1, name=7 if me == 1 else "x")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument if me == 0 else Mismatch, match="meta"):
         SymmetricMemory(group, 1, device="meta" if me == 0 else "cpu")
-    SymmetricMemory(group, 100).close()
+    # Nor does a call that does not bind to the signature leave the others alone.
+    with pytest.raises(TypeError if me == 1 else Mismatch, match="unexpected keyword.*'sise'"):
+        SymmetricMemory(group, 1, **({"sise": 3} if me == 1 else {}))
+    memory = SymmetricMemory(group, 100)
+    part = memory.empty(4)
+    for call, right in ((memory.empty, (4,)), (memory.free, (part,)), (memory.barrier, ())):
+        with pytest.raises(TypeError if me == 2 else Mismatch, match="unexpected keyword.*'sise'"):
+            call(*right, **({"sise": 3} if me == 2 else {}))
+    memory.barrier()
+    memory.close()
 
 
 def test_bad_arguments_raise_on_all_ranks() -> None:

@@ -6,6 +6,7 @@ Layers: processes as ranks, some of which stop, die or are dropped. All of it ru
 import contextlib
 import gc
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from pyparallel.comm import (
 )
 from pyparallel.comm.symmetric_memory import SymmetricMemory
 from tests.launch import Rank, run_ranks, spawn_ranks
+from tests.native import build
 from tests.symmetric.test_host import joined
 
 # --- waits: deadlines, deaths, aborts
@@ -85,6 +87,53 @@ def test_death_of_a_rank_ends_waits() -> None:
         assert seconds < 3
         assert "rank 1" in text
         assert str(pid) in text
+
+
+# Ends the process at its first socket call after the variable is set: on the way into the memory.
+DIES = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+typedef int (*Call)(int, const struct sockaddr*, socklen_t);
+static int go_on(const char* name, int fd, const struct sockaddr* address, socklen_t length) {
+  if (getenv("DIES_IN_SOCKETS") != NULL) raise(SIGKILL);
+  return ((Call)dlsym(RTLD_NEXT, name))(fd, address, length);
+}
+int bind(int fd, const struct sockaddr* a, socklen_t n) { return go_on("bind", fd, a, n); }
+int connect(int fd, const struct sockaddr* a, socklen_t n) { return go_on("connect", fd, a, n); }
+"""
+
+
+def joins_with_one_that_dies(rank: Rank, dying: int) -> "tuple[float, str, int]":
+    group = joined(rank)
+    group.barrier()
+    pid = group.pid_of(dying)
+    if rank.rank == dying:
+        os.environ["DIES_IN_SOCKETS"] = "1"
+    begin = time.monotonic()
+    with pytest.raises((PeerLost, Aborted)) as caught:
+        SymmetricMemory(group, 4096)
+    return time.monotonic() - begin, str(caught.value), pid
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("dying", [0, 1])
+def test_death_while_joining(dying: int, tmp_path: Path) -> None:
+    """Rank 0 offers the memory's file and dies before that, rank 1 as it asks for it."""
+    source, library = tmp_path / "dies.c", tmp_path / "dies.so"
+    source.write_text(DIES)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    env = {"LD_PRELOAD": str(library)}
+    with spawn_ranks(joins_with_one_that_dies, 3, dying, env=env) as ranks:
+        outcomes = ranks.wait()
+    assert outcomes[dying].exit_code == -9, outcomes[dying].traceback
+    for outcome in outcomes[:dying] + outcomes[dying + 1 :]:
+        assert outcome.ok, outcome.traceback
+        seconds, text, pid = outcome.value
+        assert seconds < 20  # a second or two, with load; the deadline is 40
+        assert f"rank {dying} (pid {pid}" in text, text
 
 
 def aborted(rank: Rank) -> None:

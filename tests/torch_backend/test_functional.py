@@ -68,14 +68,14 @@ def test_compiled_functional_collectives():
 
 def gradients(rank: Rank) -> None:
     me, world = rank.rank, rank.world_size
-    with process_group(rank):
+    with process_group(rank) as group:  # their default is the world at the time of torch's import
         x = data((3,), torch.float64, me).requires_grad_()
         weights = data((3,), torch.float64, "w", me)
-        (autograd.all_reduce(x) * weights).sum().backward()
+        (autograd.all_reduce(x, group=group) * weights).sum().backward()
         total = sum(data((3,), torch.float64, "w", r) for r in range(world))
         assert torch.allclose(x.grad, total)
         x.grad = None
-        (torch.stack(autograd.all_gather(x))[me] * weights).sum().backward()
+        (torch.stack(autograd.all_gather(x, group=group))[me] * weights).sum().backward()
         assert torch.allclose(x.grad, weights)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -247,6 +248,10 @@ def pipeline(rank: Rank, schedule: str) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < (2, 10),
+    reason="torch 2.9's first messages between stages do not fit each other: gloo aborts on them",
+)
 def test_pipelining():
     for schedule in ("gpipe", "1f1b", "interleaved"):
         run_ranks(on_both, 2, pipeline, schedule, timeout=100)

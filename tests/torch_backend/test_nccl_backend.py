@@ -1,10 +1,10 @@
 """The CUDA half of the torch backend, on host memory over the stand-in for NCCL.
 
 Layers: (1) every collective against a float64 reference, dtypes, strided tensors, uneven sizes;
-(2) coalesced calls, misfits, abort; (3) small all-reduces by the real low-latency kernels, run as
-host threads by their stand-in. Streams and events are torch's own and need a device: those, and
-CUDA graphs, are not shown here. That the code compiles against a CUDA build of torch is shown by
-tests/build/compile_cuda_backend.sh.
+(2) coalesced calls, misfits, abort, calls that do not end as a peer is late, or dead; (3) small
+all-reduces by the real low-latency kernels, run as host threads by their stand-in. Streams and
+events are torch's own and need a device: those, and CUDA graphs, are not shown here. That the code
+compiles against a CUDA build of torch is shown by tests/build/compile_cuda_backend.sh.
 """
 
 import ctypes
@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from pyparallel import _torch
+from pyparallel._core import nccl as core
 from pyparallel.errors import CommError, InvalidArgument
 from tests.cuda import programs
-from tests.launch import Rank, run_ranks
+from tests.launch import Rank, run_ranks, spawn_ranks
 from tests.nccl.libraries import Libraries
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -60,14 +61,14 @@ def settle_function(cuda: str) -> Any:
     def settle(handle: "int | None", milliseconds: int) -> int:
         for kernels in waits:
             kernels(handle)
-        # A stream whose peer has aborted never runs dry: one of the tests waits for this to end.
-        return int(nccl(handle, min(milliseconds, 15_000)))
+        return int(nccl(handle, milliseconds))
 
     _kept.append(Settle(settle))
     return _kept[-1]
 
 
 def backend(rank: Rank, cuda: str, timeout: float = 30) -> Any:
+    core.use_driver(cuda)  # streams and events of the stand-in: what is launched can be watched
     return _torch._nccl_backend_on_host(
         rank.store(),
         rank.rank,
@@ -257,7 +258,7 @@ def reduce_until_aborted(pg: Any, x: torch.Tensor) -> None:
 
 
 def misfits(rank: Rank, cuda: str) -> None:
-    pg = backend(rank, cuda)
+    pg = backend(rank, cuda, timeout=90)  # nobody waits that long: the abort is told
     me, world = rank.rank, rank.world_size
     with pytest.raises(InvalidArgument, match=r"root is rank 7; expected 0 to 1"):
         pg.broadcast([torch.ones(2)], options(c10d.BroadcastOptions, rootRank=7))
@@ -280,11 +281,13 @@ def misfits(rank: Rank, cuda: str) -> None:
     x = torch.ones(2)  # still usable
     wait(pg.allreduce([x], c10d.AllreduceOptions()))
     assert x.tolist() == [world, world]
+    start = time.monotonic()
     if me == 0:
         time.sleep(0.3)
         pg.abort()
-    with pytest.raises(CommError):
+    with pytest.raises(CommError, match=r"abort\(\) of group tp was called on rank 0"):
         reduce_until_aborted(pg, x)
+    assert time.monotonic() - start < 45  # 0.3 s and the second between two looks, with load
 
 
 def test_misfits_and_abort(env: "dict[str, str]") -> None:
@@ -299,13 +302,72 @@ def impatient(rank: Rank, cuda: str) -> None:
         time.sleep(3)
         return
     start = time.monotonic()
-    with pytest.raises(CommError, match=r"after 0\.7 s"):
+    with pytest.raises(CommError, match=r"all_reduce #1, .* absent after 0\.7 s: rank 1$"):
         pg.allreduce([torch.ones(2)], c10d.AllreduceOptions())
     assert time.monotonic() - start < 20  # and not the 30 s that the group was made with
 
 
 def test_a_timeout_that_is_set(env: "dict[str, str]") -> None:
     run_ranks(impatient, 2, env["STANDIN_CUDA"], env=env)
+
+
+def one_does_not_come(rank: Rank, cuda: str) -> str:
+    """Rank 1 leaves out the third call, for which the others have a timeout of its own."""
+    pg = backend(rank, cuda, timeout=60)
+    x = torch.ones(2)
+    wait(pg.allreduce([x], c10d.AllreduceOptions()))
+    wait(pg.broadcast([x], c10d.BroadcastOptions()))
+    store = rank.store()
+    if rank.rank == 1:
+        store.wait(["told 0", "told 2"], datetime.timedelta(seconds=60))
+        pg.abort()
+        return str(os.getpid())
+    start = time.monotonic()
+    limit = options(c10d.AllreduceOptions, timeout=datetime.timedelta(seconds=2.5), asyncOp=True)
+    with pytest.raises(CommError) as caught:
+        wait(pg.allreduce([x], limit))
+    assert 2.4 < time.monotonic() - start < 30
+    with pytest.raises(CommError, match="is at #2 broadcast"):  # the group is broken, and says why
+        pg.broadcast([x], c10d.BroadcastOptions())
+    store.set(f"told {rank.rank}", "")
+    return str(caught.value)
+
+
+def test_a_launched_call_ends_with_its_timeout(env: "dict[str, str]") -> None:
+    """By events in the stream: op, number, group and who is missing are named, all are let go."""
+    first, pid, third = run_ranks(one_does_not_come, 3, env["STANDIN_CUDA"], env=env)
+    for rank, text in ((0, first), (2, third)):
+        assert text.startswith(f"all_reduce #3, group tp, rank {rank}: ")
+        assert "ncclAllReduce(count 2, float32, sum) #3 was launched" in text
+        assert "not done after 2.5 s" in text
+        assert text.endswith(
+            f"this rank is at #3 all_reduce; rank 1 (pid {pid}, process alive) is at #2 broadcast"
+        )
+
+
+def one_dies(rank: Rank, cuda: str) -> float:
+    pg = backend(rank, cuda, timeout=60)
+    x = torch.ones(2)
+    wait(pg.allreduce([x], c10d.AllreduceOptions()))
+    wait(pg.barrier(c10d.BarrierOptions()))
+    rank.report(os.getpid())
+    if rank.rank == 1:
+        time.sleep(60)
+    with pytest.raises(CommError, match=r"rank 1 \(pid \d+\) died; its last call was "):
+        wait(pg.allreduce([x], options(c10d.AllreduceOptions, asyncOp=True)))
+    return time.monotonic()
+
+
+def test_a_launched_call_ends_when_a_peer_dies(env: "dict[str, str]") -> None:
+    with spawn_ranks(one_dies, 2, env["STANDIN_CUDA"], env=env) as ranks:
+        for rank in range(2):
+            ranks.next_report(rank, timeout=60)
+        time.sleep(1.0)  # rank 0 is in its call by now
+        ranks.kill(1)
+        killed = time.monotonic()
+        (ended,) = ranks.wait([0])
+    assert ended.ok, ended.traceback
+    assert ended.value - killed < 2.0 + 2.0  # two seconds, and two for a loaded machine
 
 
 def small_sums(rank: Rank, cuda: str) -> "list[bytes]":
