@@ -71,7 +71,7 @@ def vocab_parallel_cross_entropy(
         _check_options(label_smoothing, z_loss, reduction)
         if not torch.compiler.is_compiling():
             _check_targets(target, partition.size, ignore_index)
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         raise place.refused("vocab_parallel_cross_entropy", error) from None
     labels = target.reshape(-1)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]

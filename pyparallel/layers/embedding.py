@@ -127,6 +127,7 @@ class VocabParallelEmbedding(ShardedModule):
         return ops.reduce_scatter(rows, self.place.name, axis, sizes)
 
     def _check(self, ids: Tensor) -> None:
+        self._tensor(ids, "ids")
         if ids.dtype not in (torch.int64, torch.int32):
             error = f"ids have dtype {ids.dtype}; expected torch.int64 or torch.int32"
             raise self._refused(InvalidArgument(error))

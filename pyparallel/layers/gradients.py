@@ -30,9 +30,7 @@ def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     place = _only_place(model)
     largest = math.isinf(norm_type)
     total = torch.zeros(1, dtype=torch.float64)
-    for parameter, counted in _counted(model, place):
-        if parameter.grad is None or not counted:
-            continue
+    for counted in _counted(model, place):
         for grad in counted:
             if not grad.numel():
                 continue
@@ -54,9 +52,16 @@ def clip_gradient_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.
     norm = gradient_norm(model, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device))
+        grad = gradient_of(parameter)
+        if grad is not None:
+            grad.mul_(factor.to(grad.device))
     return norm
+
+
+def gradient_of(parameter: nn.Parameter) -> "Tensor | None":
+    """Its `.grad`, or else its `main_grad`."""
+    found: Tensor | None = parameter.grad
+    return getattr(parameter, "main_grad", None) if found is None else found
 
 
 def _only_place(model: nn.Module) -> "Place | None":
@@ -69,10 +74,8 @@ def _only_place(model: nn.Module) -> "Place | None":
     return next(iter(places.values()), None)
 
 
-def _counted(
-    model: nn.Module, place: "Place | None"
-) -> "Iterator[tuple[nn.Parameter, list[Tensor]]]":
-    """Each parameter once, with those slices of its gradient that this rank counts."""
+def _counted(model: nn.Module, place: "Place | None") -> "Iterator[list[Tensor]]":
+    """For each parameter, once, those slices of its gradient that this rank counts."""
     seen: set[int] = set()
     rank = 0 if place is None else place.rank
     for module in model.modules():
@@ -81,11 +84,11 @@ def _counted(
             if parameter is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            grad, layout = parameter.grad, layouts.get(name)
+            grad, layout = gradient_of(parameter), layouts.get(name)
             if grad is None:
-                yield parameter, []
+                yield []
             elif layout is None or layout.dim is None or layout.partition is None:
-                yield parameter, [grad] if rank == 0 else []
+                yield [grad] if rank == 0 else []
             else:
                 dim, segments = layout.dim, layout.partition.counted(rank)
-                yield parameter, [grad.narrow(dim, s.local, s.length) for s in segments]
+                yield [grad.narrow(dim, s.local, s.length) for s in segments]

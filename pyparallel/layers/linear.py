@@ -28,6 +28,7 @@ from pyparallel.layers.partition import Partition
 from pyparallel.layers.sequence import SequenceSharding, sharding_of
 from pyparallel.ops.autocast import casts, is_cast
 from pyparallel.ops.library import is_direct, rows_of
+from pyparallel.ops.main_grad import MainGrad, behind
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -83,6 +84,7 @@ class _ParallelLinear(ShardedModule):
 
     def _check(self, x: Tensor, features: int) -> None:
         """Raises on all ranks if `x` [..., features] cannot be this layer's input."""
+        self._tensor(x)
         misfits = []
         if x.dim() < 1 or x.shape[-1] != features:
             misfits.append(
@@ -96,10 +98,11 @@ class _ParallelLinear(ShardedModule):
         if misfits:
             raise self._refused(InvalidArgument("; ".join(misfits)))
 
-    def _axis(self, shape: tuple[int, ...]) -> int:
+    def _axis(self, x: Tensor) -> int:
         assert self.sequence is not None
+        self._tensor(x)
         try:
-            return self.sequence.axis(shape)
+            return self.sequence.axis(x.shape)
         except InvalidArgument as error:
             raise self._refused(error) from None
 
@@ -181,19 +184,19 @@ class ColumnParallelLinear(_ParallelLinear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self._trained("weight"), self._trained("bias")
-        assert weight is not None
+        (weight, into), bias = self._trained_into("weight"), self._trained("bias")
         if self.sequence is None:
             self._check(x, self.in_features)
-            y = _linear_of_replicated(x, weight, bias, self.place.name)
+            y = _linear_of_replicated(x, weight, bias, self.place.name, into)
         else:
             y = ops.all_gather_matmul(
                 x,
                 weight,
                 self.place.name,
-                self._axis(x.shape),
+                self._axis(x),
                 bias,
                 self.sequence.sizes(self.place.size),
+                main_grad=into,
             )
         return self._gathered(y) if self.gather_output else y
 
@@ -262,17 +265,18 @@ class RowParallelLinear(_ParallelLinear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self._trained("weight"), self.bias
-        assert weight is not None
+        (weight, into), bias = self._trained_into("weight"), self.bias
         if not self.input_is_parallel:
             self._check(x, self.in_features)
             x = self._own_features(x)
         if self.sequence is None:
-            y: Tensor = ops.matmul_all_reduce(x, weight, self.place.name, bias)
+            y: Tensor = ops.matmul_all_reduce(x, weight, self.place.name, bias, main_grad=into)
             return y
-        axis = self._axis(x.shape)
+        axis = self._axis(x)
         sizes = self.sequence.cut(x.shape, self.place.size)
-        return ops.matmul_reduce_scatter(x, weight, self.place.name, axis, bias, sizes)
+        return ops.matmul_reduce_scatter(
+            x, weight, self.place.name, axis, bias, sizes, main_grad=into
+        )
 
     def _own_features(self, x: Tensor) -> Tensor:
         sizes = [self.partition.real_size(rank) for rank in range(self.place.size)]
@@ -288,7 +292,7 @@ class _LinearOfReplicated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: "Tensor | None", group: str) -> Tensor:
         ctx.group = group
         ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -300,15 +304,18 @@ class _LinearOfReplicated(torch.autograd.Function):
         return dx, dw, rows.sum(0) if needs_bias else None, None
 
 
-def _linear_of_replicated(x: Tensor, weight: Tensor, bias: "Tensor | None", group: str) -> Tensor:
+def _linear_of_replicated(
+    x: Tensor, weight: Tensor, bias: "Tensor | None", group: str, into: "MainGrad | None"
+) -> Tensor:
     x, weight, bias = casts(x, weight, bias)
     if not torch.is_grad_enabled():
-        return _product(x, weight, bias)
-    y: Tensor = _LinearOfReplicated.apply(x, weight, bias, group)  # type: ignore[no-untyped-call]
-    return y
+        return product(x, weight, bias)
+    w = weight if into is None else weight.detach()
+    y: Tensor = _LinearOfReplicated.apply(x, w, bias, group)  # type: ignore[no-untyped-call]
+    return y if into is None else behind([y], [weight], x, [into])[0]
 
 
-def _product(x: Tensor, weight: Tensor, bias: "Tensor | None") -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: "Tensor | None") -> Tensor:
     """torch's linear; few rows by the core's kernel, where only this call sees the tensors."""
     if bias is None and is_direct(x, weight):
         return times_weight(x, weight)

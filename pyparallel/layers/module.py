@@ -7,8 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from pyparallel.errors import InvalidArgument
-from pyparallel.layers.parameters import ParameterLayout, shared_gradient, take
+from pyparallel.layers.parameters import (
+    ParameterLayout,
+    is_complete,
+    share_gradient_,
+    shared_gradient,
+    take,
+)
 from pyparallel.layers.place import Place
+from pyparallel.ops.main_grad import MainGrad
 
 __all__ = ["InitMethod", "ShardedModule"]
 
@@ -62,6 +69,26 @@ class ShardedModule(nn.Module):
         if parameter is None:
             return None
         return shared_gradient(parameter, self._layouts[name], self.place.rank, self.place.name)
+
+    def _trained_into(self, name: str) -> "tuple[Tensor, MainGrad | None]":
+        """As `_trained`, and where the gradient goes instead: to the parameter's `main_grad`."""
+        parameter = self._parameters[name]
+        assert parameter is not None
+        buffer = getattr(parameter, "main_grad", None)
+        if buffer is None:
+            return shared_gradient(
+                parameter, self._layouts[name], self.place.rank, self.place.name
+            ), None
+        layout, rank, group = self._layouts[name], self.place.rank, self.place.name
+        if is_complete(layout, rank):
+            return parameter, MainGrad(buffer)
+        return parameter, MainGrad(buffer, lambda grad: share_gradient_(grad, layout, rank, group))
+
+    def _tensor(self, x: Any, what: str = "input") -> None:
+        """Raises on all ranks if `x` is none."""
+        if not isinstance(x, Tensor):
+            error = InvalidArgument(f"{what} is a {type(x).__name__}; expected a torch.Tensor")
+            raise self._refused(error)
 
     def _init_whole(self, name: str, whole: Tensor) -> None:
         """Fills a whole parameter (one part of it, if it is fused) as the unsharded model does."""

@@ -55,6 +55,7 @@ class _Norm(ShardedModule):
 
     def _scales(self, x: Tensor) -> "tuple[Tensor, Tensor | None]":
         """Weight and bias, whose gradients are those of all tokens."""
+        self._tensor(x)
         misfits = []
         if x.dim() < 1 or x.shape[-1] != self.size:
             misfits.append(f"input has shape {list(x.shape)}; expected [..., {self.size}]")

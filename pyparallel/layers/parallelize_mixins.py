@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pyparallel import ops
 from pyparallel.layers.embedding import VocabParallelEmbedding
-from pyparallel.layers.linear import ColumnParallelLinear
+from pyparallel.layers.linear import ColumnParallelLinear, product
 from pyparallel.layers.module import ShardedModule
 from pyparallel.layers.parameters import ParameterLayout
 from pyparallel.layers.partition import Partition
 from pyparallel.layers.place import Place
 from pyparallel.layers.sequence import SequenceSharding
+from pyparallel.ops.autocast import casts
+from pyparallel.ops.main_grad import behind
 
 __all__ = [
     "BlockInput",
@@ -98,10 +99,12 @@ class ColumnOfBlock(ColumnParallelLinear):
     """A column-parallel layer whose block has brought the whole input, and sums its gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self._trained("weight"), self._trained("bias")
-        assert weight is not None
+        (weight, into), bias = self._trained_into("weight"), self._trained("bias")
         self._check(x, self.in_features)
-        return functional.linear(x, weight, bias)
+        x, weight, bias = casts(x, weight, bias)
+        if into is None:
+            return product(x, weight, bias)
+        return behind([product(x, weight.detach(), bias)], [weight], x, [into])[0]
 
 
 class ShardedExperts(ShardedModule):

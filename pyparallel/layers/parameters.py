@@ -134,14 +134,40 @@ def shared_gradient(parameter: Tensor, layout: ParameterLayout, rank: int, group
     Every backward pass sums what the copies got in it, so that it is done once however many passes
     accumulate into `.grad`. Costs nothing, and communicates nothing, where there is no copy.
     """
-    if layout.dim is None or layout.partition is None:
-        return parameter
-    if not layout.partition.shared and not layout.partition.is_padded(rank):
+    if is_complete(layout, rank):
         return parameter
     shared: Tensor = _SharedGradient.apply(  # type: ignore[no-untyped-call]
         parameter, layout, rank, group
     )
     return shared
+
+
+def is_complete(layout: ParameterLayout, rank: int) -> bool:
+    """Whether a gradient of this layout is whole as it comes: no copies, no padding."""
+    if layout.dim is None or layout.partition is None:
+        return True
+    return not layout.partition.shared and not layout.partition.is_padded(rank)
+
+
+def share_gradient_(grad: Tensor, layout: ParameterLayout, rank: int, group: str) -> None:
+    """Sums in place what the copies got, and clears padding. Collective where there are copies."""
+    dim, partition = layout.dim, layout.partition
+    assert dim is not None
+    assert partition is not None
+    for padding in partition.padding(rank):
+        grad.narrow(dim, padding.start, len(padding)).zero_()
+    if not partition.shared:
+        return
+    shape = list(grad.shape)
+    shape[dim] = sum(map(len, partition.shared))
+    wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+    total = grad.new_zeros(shape, dtype=wide)
+    segments = partition.shared_segments(rank)
+    for s in segments:
+        total.narrow(dim, s.whole, s.length).add_(grad.narrow(dim, s.local, s.length))
+    total = ops.all_reduce(total, group)
+    for s in segments:
+        grad.narrow(dim, s.local, s.length).copy_(total.narrow(dim, s.whole, s.length))
 
 
 class _SharedGradient(torch.autograd.Function):
@@ -154,19 +180,6 @@ class _SharedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        dim, partition = ctx.layout.dim, ctx.layout.partition
         grad = grad.clone()
-        for padding in partition.padding(ctx.rank):
-            grad.narrow(dim, padding.start, len(padding)).zero_()
-        if partition.shared:
-            shape = list(grad.shape)
-            shape[dim] = sum(map(len, partition.shared))
-            wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
-            total = grad.new_zeros(shape, dtype=wide)
-            segments = partition.shared_segments(ctx.rank)
-            for s in segments:
-                total.narrow(dim, s.whole, s.length).add_(grad.narrow(dim, s.local, s.length))
-            total = ops.all_reduce(total, ctx.group)
-            for s in segments:
-                grad.narrow(dim, s.local, s.length).copy_(total.narrow(dim, s.whole, s.length))
+        share_gradient_(grad, ctx.layout, ctx.rank, ctx.group)
         return grad, None, None, None

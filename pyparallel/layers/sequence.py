@@ -1,5 +1,7 @@
 """Sequence parallelism: along which dim activations are sharded, and into which sizes."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from pyparallel.errors import InvalidArgument
@@ -33,6 +35,21 @@ class SequenceSharding:
         """The sizes of the shards of a whole of `shape`, which is remembered."""
         self.length = shape[self.axis(shape)]
         return self.sizes(ranks)
+
+    def recompute(self) -> "tuple[AbstractContextManager[None], AbstractContextManager[None]]":
+        """For torch.utils.checkpoint's `context_fn`: what is recomputed sees today's length.
+
+        Needed where another length comes before this one's backward; without it the layers raise.
+        """
+        return nullcontext(), self._of_length(self.length)
+
+    @contextmanager
+    def _of_length(self, length: "int | None") -> Iterator[None]:
+        before, self.length = self.length, length
+        try:
+            yield
+        finally:
+            self.length = before
 
     def axis(self, shape: tuple[int, ...]) -> int:
         """`dim` as an index of `shape`, whose last dimension holds the features."""

@@ -21,10 +21,10 @@ from pyparallel.layers.parameters import ParameterLayout, assemble, take
 from pyparallel.layers.place import Place, digest, gathered
 from pyparallel.ops.groups import seat_of
 
-__all__ = ["full_state_dict", "load_full_state_dict", "materialize"]
+__all__ = ["Entry", "full_state_dict", "load_full_state_dict", "materialize", "state_entries"]
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """One tensor of a module, and the keys it has in a state dict of the whole."""
 
     module: nn.Module
@@ -49,7 +49,7 @@ class _Entry(NamedTuple):
         return [tuple(piece.shape) for piece in self.layout.pieces(whole)]
 
 
-def _entries(model: nn.Module) -> "Iterator[_Entry]":
+def state_entries(model: nn.Module) -> "Iterator[Entry]":
     """Every parameter and persistent buffer, in a state dict's order; shared ones each time."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         path = f"{prefix}." if prefix else ""
@@ -65,10 +65,10 @@ def _entries(model: nn.Module) -> "Iterator[_Entry]":
             keys = [path + name]
             if layout is not None and layout.parts:  # parts are siblings of the fused module
                 keys = [above + key for key in layout.keys(name)]
-            yield _Entry(module, name, keys, layout)
+            yield Entry(module, name, keys, layout)
 
 
-def _places(entries: "list[_Entry]") -> list[Place]:
+def _places(entries: "list[Entry]") -> list[Place]:
     """The groups of a model, each once, in the order of its modules."""
     return list({e.place.name: e.place for e in entries if e.place is not None}.values())
 
@@ -88,7 +88,7 @@ def _agree(place: Place, op: str, text: str, problem: str) -> None:
         )
 
 
-def _description(entries: "list[_Entry]") -> str:
+def _description(entries: "list[Entry]") -> str:
     return "; ".join(
         f"{key} {list(shape)} {entry.tensor.dtype}"
         for entry in entries
@@ -104,7 +104,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     no memory with the model (tied parameters share one). Raises ValueError, on all ranks, if they
     hold different models, and if copies of a kv head have come to differ.
     """
-    entries = list(_entries(model))
+    entries = list(state_entries(model))
     on_meta = [e.keys[0] for e in entries if e.tensor.is_meta]
     problem = f"{on_meta[:3]} are on meta; materialize(model) first" if on_meta else ""
     for place in _places(entries):
@@ -125,7 +125,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _gathered(entry: _Entry) -> list[Tensor]:
+def _gathered(entry: Entry) -> list[Tensor]:
     tensor, layout, place = entry.tensor.detach(), entry.layout, entry.place
     if layout is None or place is None or layout.dim is None or layout.partition is None:
         whole = tensor.clone(memory_format=torch.contiguous_format)
@@ -153,7 +153,7 @@ def load_full_state_dict(
     Gives (missing keys, unexpected keys), which are empty unless strict is False. Raises
     ValueError, on all ranks, for missing or unexpected keys, for shapes, and if ranks differ.
     """
-    entries = list(_entries(model))
+    entries = list(state_entries(model))
     expected = {key for entry in entries for key in entry.keys}
     # Checkpoints of tied parameters may have but one of their names.
     there = {id(e.tensor): e.keys for e in entries if all(key in state for key in e.keys)}
@@ -191,7 +191,7 @@ def load_full_state_dict(
     return missing, unexpected
 
 
-def _load(entry: _Entry, pieces: "list[Tensor]", made: "dict[int, nn.Parameter]") -> None:
+def _load(entry: Entry, pieces: "list[Tensor]", made: "dict[int, nn.Parameter]") -> None:
     old, layout, place = entry.tensor, entry.layout, entry.place
     if layout is not None and place is not None:
         if layout.transposed:

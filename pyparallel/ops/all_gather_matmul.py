@@ -24,14 +24,24 @@ from torch.nn.functional import linear
 from pyparallel.comm.products import times_weight
 from pyparallel.errors import InvalidArgument
 from pyparallel.ops.autocast import casts
-from pyparallel.ops.checks import Misfits, by, check_floats, check_linear, dim_of, own_sizes
+from pyparallel.ops.checks import (
+    Misfits,
+    by,
+    check_algorithm,
+    check_floats,
+    check_linear,
+    dim_of,
+    listed_sizes,
+    own_sizes,
+)
 from pyparallel.ops.device_path import KERNELS
+from pyparallel.ops.dispatch import Operation, invoke, told
 from pyparallel.ops.groups import Seat, group_name, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
-from pyparallel.ops.library import define, is_direct, library_op, rows_of
-from pyparallel.ops.main_grad import into_main_grad
-from pyparallel.ops.outputs import define_out, into_out
-from pyparallel.ops.scaled import is_scaled, refuse_with_scales, scaled
+from pyparallel.ops.library import define, library_op, rows_of
+from pyparallel.ops.main_grad import MainGrad, behind, main_grads_of, without_gradient
+from pyparallel.ops.outputs import define_out
+from pyparallel.ops.scaled import is_scaled, scaled
 
 __all__ = ["all_gather_matmul"]
 
@@ -50,8 +60,6 @@ def _check(
     misfits = Misfits()
     if not weights:
         misfits.add("weight is an empty list; expected a tensor [N, K], or a list of them")
-    if len(biases) != len(weights):
-        misfits.add(f"bias has {len(biases)} entries for {len(weights)} weights; pass one for each")
     misfits.raise_any()
     w_names = ["weight"] if len(weights) == 1 else [f"weight[{i}]" for i in range(len(weights))]
     b_names = ["bias"] if len(weights) == 1 else [f"bias[{i}]" for i in range(len(weights))]
@@ -225,22 +233,79 @@ define(
     _backward,
     _setup_context,
 )
+
+
+def _run_into(*args: Any) -> list[Tensor]:
+    x, weights, biases, biased, group, dim, sizes, algorithm = args
+    spread = _spread(weights, biases, biased)
+    return _run(x, weights, spread, group, dim, sizes, False, algorithm)
+
+
 define_out(
     _NAME,
     "Tensor x, Tensor[] weights, Tensor[] biases, int[] biased, str group, int gather_dim, "
     "SymInt[]? shard_sizes, str? algorithm",
-    lambda x, weights, biases, biased, group, dim, sizes, algorithm: _run(
-        x, weights, _spread(weights, biases, biased), group, dim, sizes, False, algorithm
-    ),
+    _run_into,
 )
 
 
-def _product_shapes(
-    seat: Seat, x: Tensor, weights: Sequence[Tensor], dim: int, sizes: Sequence[int] | None
-) -> list[list[int]]:
-    shape = list(x.shape)
-    shape[dim] = shape[dim] * seat.world_size if sizes is None else sum(sizes)
+def _check_into(*args: Any) -> tuple[int, list[int]]:
+    x, weights, biases, biased, group, dim, sizes, algorithm = args
+    misfits = Misfits()
+    check_algorithm(algorithm, misfits)
+    misfits.raise_any()
+    return _check(seat_of(group), x, weights, _spread(weights, biases, biased), dim, sizes)
+
+
+def _check_op(*args: Any) -> None:
+    *first, _, _, algorithm = args
+    _check_into(*first, algorithm)
+
+
+def _shapes(*args: Any) -> list[list[int]]:
+    x, weights = args[:2]
+    dim, sizes = _check_into(*args)
+    shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
     return [[*shape[:-1], w.shape[0]] for w in weights]
+
+
+_OP = Operation(_NAME, _run_op, _check_op)
+_INTO = Operation(_NAME, _run_into, _check_into, _shapes)
+
+
+def _refuse_bools(return_gathered: Any, save_gathered: Any) -> None:
+    raise InvalidArgument(
+        f"return_gathered is {return_gathered!r}, save_gathered {save_gathered!r}; expected bools"
+    )
+
+
+def _without_gathered(out: Any, return_gathered: bool) -> Any:
+    if return_gathered:
+        raise InvalidArgument("out= does not take the gathered x; leave return_gathered out")
+    return out
+
+
+def _listed_weights(weight: Any, bias: Any) -> "tuple[list[Tensor], list[Tensor | None]]":
+    """Weights, and a bias or None for each, of one or of a list."""
+    weights = [weight] if isinstance(weight, Tensor) else weight
+    if not isinstance(weights, (list, tuple)):
+        raise InvalidArgument(
+            f"weight is a {type(weight).__name__}; expected a torch.Tensor [N, K], or a list of "
+            "them"
+        )
+    if bias is None:
+        return list(weights), [None] * len(weights)
+    biases = [bias] if isinstance(bias, Tensor) else bias
+    if not isinstance(biases, (list, tuple)):
+        raise InvalidArgument(
+            f"bias is a {type(bias).__name__}; expected a torch.Tensor [N], a list with one (or "
+            "None) for each weight, or None"
+        )
+    if len(biases) != len(weights):
+        raise InvalidArgument(
+            f"bias has {len(biases)} entries for {len(weights)} weights; pass one for each"
+        )
+    return list(weights), list(biases)
 
 
 def all_gather_matmul(
@@ -255,7 +320,7 @@ def all_gather_matmul(
     out: "Tensor | Sequence[Tensor] | None" = None,
     save_gathered: bool = True,
     algorithm: str | None = None,
-    main_grad: "Tensor | Sequence[Tensor | None] | None" = None,
+    main_grad: "Tensor | MainGrad | Sequence[Tensor | None] | None" = None,
     x_scale: Tensor | None = None,
     weight_scale: "Tensor | Sequence[Tensor] | None" = None,
     out_dtype: torch.dtype | None = None,
@@ -291,63 +356,51 @@ def all_gather_matmul(
         ValueError: on every rank, where one rank's arguments cannot work or ranks disagree.
     """
     listed = not isinstance(weight, Tensor)
-    weights: list[Tensor] = [weight] if isinstance(weight, Tensor) else list(weight)
-    if bias is None:
-        biases: list[Tensor | None] = [None] * len(weights)
-    else:
-        biases = list(bias) if not isinstance(bias, Tensor) else [bias]
-    biased = [i for i, b in enumerate(biases) if b is not None]
-    given = [b for b in biases if b is not None]
-    sizes = None if shard_sizes is None else list(shard_sizes)
+    if type(return_gathered) is not bool or type(save_gathered) is not bool:
+        told(_NAME, group, _refuse_bools, return_gathered, save_gathered)
+    sizes = None if shard_sizes is None else told(_NAME, group, listed_sizes, shard_sizes)
+    weights, biases = told(_NAME, group, _listed_weights, weight, bias)
     if is_scaled(x_scale, weight_scale, out_dtype):
-        without = {"out": out, "main_grad": main_grad, "gather_dim": gather_dim or None}
-        refuse_with_scales(_NAME, group, {**without, "return_gathered": return_gathered or None})
-        scales = list(weight_scale) if listed and weight_scale is not None else [weight_scale]
+        scales = list(weight_scale) if isinstance(weight_scale, (list, tuple)) else [weight_scale]
+        given = [b for b in biases if b is not None]
+        biased = [i for i, b in enumerate(biases) if b is not None]
         products = scaled(
             _NAME,
             group,
-            [x, *weights, x_scale, *scales],
-            *(x, weights, given, biased, x_scale, scales, group_name(group)),
-            *(sizes, out_dtype or torch.bfloat16, algorithm),
+            {"out": out, "main_grad": main_grad, "return_gathered": return_gathered or None},
+            lambda at: (x, weights, given, biased, x_scale, scales, at, sizes),
+            out_dtype,
+            algorithm,
+            gather_dim,
         )
         return products if listed else products[0]
-    if main_grad is not None:
-        weights = into_main_grad(_NAME, group, weights, main_grad)
     x, *operands = casts(x, *weights, *biases)
     weights, biases = operands[: len(weights)], operands[len(weights) :]
+    into = None
+    if main_grad is not None:
+        into = told(_NAME, group, main_grads_of, weights, main_grad, out)
+    ws = list(weights) if into is None else without_gradient(weights, into)
     given = [b for b in biases if b is not None]
+    biased = [i for i, b in enumerate(biases) if b is not None]
     if out is not None:
-        if return_gathered:
-            error = InvalidArgument("out= does not take the gathered x; leave return_gathered out")
-            raise seat_of(group).refused(_NAME, error)
-        return into_out(
-            _NAME,
+        return invoke(
+            _INTO,
             group,
-            (x, weights, given, biased, group_name(group), gather_dim, sizes, algorithm),
-            lambda: _run(x, weights, biases, group, gather_dim, sizes, False, algorithm),
-            {"x": x, **{f"weight[{i}]": w for i, w in enumerate(weights)},
-             **{f"bias[{i}]": b for i, b in enumerate(biases)}},
-            lambda: _product_shapes(seat_of(group), x, weights, gather_dim, sizes),
-            out,
-        )  # fmt: skip
-    if is_direct(x, *weights, *biases):
-        results = _run(
-            x, weights, biases, group, gather_dim, shard_sizes, return_gathered, algorithm
+            lambda at: (x, ws, given, biased, at, gather_dim, sizes, algorithm),
+            told(_NAME, group, _without_gathered, out, return_gathered),
         )
-    else:
-        keep = save_gathered and any(w.requires_grad for w in weights)
-        results = library_op(_NAME)(
-            x,
-            weights,
-            given,
-            biased,
-            group_name(group),
-            gather_dim,
-            sizes,
-            return_gathered or keep,
-            save_gathered,
-            algorithm,
-        )
+    keep = save_gathered and any(isinstance(w, Tensor) and w.requires_grad for w in weights)
+    keep = return_gathered or (keep and torch.is_grad_enabled())
+    results = invoke(
+        _OP,
+        group,
+        lambda at: (x, ws, given, biased, at, gather_dim, sizes, keep, save_gathered, algorithm),
+    )
     ys = results[: len(weights)]
+    if into is not None:
+        if keep:
+            ys = behind(ys, weights, results[-1], into)
+        else:
+            ys = behind(ys, weights, x, into, (group_name(group), gather_dim, sizes))
     y = ys if listed else ys[0]
     return (y, results[-1]) if return_gathered else y

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from pyparallel.ops.checks import Misfits, check_floats
-from pyparallel.ops.groups import group_name, seat_of
-from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.dispatch import Operation, invoke
+from pyparallel.ops.groups import seat_of
+from pyparallel.ops.library import define
 from pyparallel.ops.outputs import check_written
 
 __all__ = ["all_reduce_rms_norm", "all_reduce_rms_norm_"]
@@ -47,11 +48,11 @@ def check_norm(
             f"{weight_name} has shape {list(weight.shape)}; expected [{shape[-1]}], the last dim "
             f"of {what} (shape {list(shape)})"
         )
-    if not eps >= 0:
-        misfits.add(f"eps is {eps}; expected a number, at least 0")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not eps >= 0:
+        misfits.add(f"eps is {eps!r}; expected a number, at least 0")
 
 
-def _check(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+def _check(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: Any) -> None:
     misfits = Misfits()
     check_floats({"x": x, "residual": residual, "weight": weight}, misfits)
     misfits.raise_any()
@@ -93,7 +94,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     seat = seat_of(group)
     try:
-        _check(x, residual, weight, eps)
+        _check(x, residual, weight, eps, seat)
     except Exception as error:
         raise seat.refused(_NAME, error) from None
     engine = seat.engine_of(x)
@@ -106,7 +107,7 @@ def _run(
 def _fake(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str
 ) -> tuple[Tensor, Tensor]:
-    _check(x, residual, weight, eps)
+    _check(x, residual, weight, eps, group)
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
@@ -129,12 +130,13 @@ define(
     _backward,
     _setup_context,
 )
+_OP = Operation(_NAME, _run, _check)
 
 
 def _run_in_place(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: Any) -> None:
     seat = seat_of(group)
     try:
-        _check(x, residual, weight, eps)
+        _check(x, residual, weight, eps, seat)
         check_written({"x": x, "residual": residual}, {"weight": weight})
         check_written({"x": x}, {"residual": residual})
     except Exception as error:
@@ -149,6 +151,7 @@ define(
     _run_in_place,
     lambda x, residual, weight, eps, group: None,
 )
+_IN_PLACE = Operation(f"{_NAME}_", _run_in_place, _check, writes=True)
 
 
 def all_reduce_rms_norm_(
@@ -158,10 +161,7 @@ def all_reduce_rms_norm_(
 
     Without derivative.
     """
-    if is_direct(x, residual, weight) or not torch.compiler.is_compiling():
-        _run_in_place(x, residual, weight, eps, group)
-    else:
-        library_op(f"{_NAME}_")(x, residual, weight, eps, group_name(group))
+    invoke(_IN_PLACE, group, lambda at: (x, residual, weight, eps, at))
     return x, residual
 
 
@@ -183,7 +183,5 @@ def all_reduce_rms_norm(
     Raises:
         ValueError: on every rank, where one rank's arguments cannot work or ranks disagree.
     """
-    if is_direct(x, residual, weight):
-        return _run(x, residual, weight, eps, group)
-    both: tuple[Tensor, Tensor] = library_op(_NAME)(x, residual, weight, eps, group_name(group))
+    both: tuple[Tensor, Tensor] = invoke(_OP, group, lambda at: (x, residual, weight, eps, at))
     return both

@@ -36,6 +36,7 @@ WEIGHTS = {  # (N, K) of the whole weight
 }
 ROUNDS = 7  # samples of each algorithm
 SAMPLE_S = 0.002  # at least, of one sample
+_QUIET = 0.15  # of the cores: what a desktop does when nobody uses it
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _PR_SET_PDEATHSIG = 1
 
@@ -163,6 +164,13 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if arguments.rank is not None:
         return _rank(arguments)
+    load = _load()
+    if load > _QUIET:
+        print(
+            f"python -m pyparallel calibrate: other programs take {load:.0%} of the cores: the "
+            "times may be far off, and choices by them wrong. Run it again on a quiet machine",
+            file=sys.stderr,
+        )
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         return _start(arguments, list(argv), Path(folder))
 
@@ -183,6 +191,25 @@ def _lacks(arguments: argparse.Namespace) -> str:
     except OSError as error:
         return f"no folder for {path}: {error.strerror}"
     return ""
+
+
+def _load(seconds: float = 0.3) -> float:
+    """The share of this machine's cores that was busy for so long; 0 where /proc does not say."""
+
+    def times() -> tuple[int, int]:
+        with Path(
+            "/proc/stat"
+        ).open() as file:  # cpu user nice system idle iowait irq softirq steal ...
+            fields = [int(word) for word in file.readline().split()[1:9]]
+        return sum(fields), fields[3] + fields[4]
+
+    try:
+        total, idle = times()
+        time.sleep(seconds)
+        later, idle_later = times()
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return 1 - (idle_later - idle) / max(1, later - total)
 
 
 def _start(arguments: argparse.Namespace, argv: list[str], folder: Path) -> int:

@@ -1,13 +1,24 @@
 """What an op's arguments must be. Every misfit is collected; one error tells them all."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyparallel.errors import InvalidArgument
 
-__all__ = ["Misfits", "by", "check_floats", "check_linear", "dim_of", "own_sizes", "sizes_of_whole"]
+__all__ = [
+    "Misfits",
+    "by",
+    "check_algorithm",
+    "check_floats",
+    "check_linear",
+    "dim_of",
+    "listed_sizes",
+    "own_sizes",
+    "sizes_of_whole",
+]
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn,)
@@ -112,6 +123,24 @@ def dim_of(dim: int, shape: Sequence[int], name: str, what: str, misfits: Misfit
 def by(algorithm: str | None) -> str:
     """What the note of a call says of the caller's own choice, which must be alike on all ranks."""
     return "" if algorithm is None else f", algorithm {algorithm!r}"
+
+
+def check_algorithm(algorithm: Any, misfits: Misfits) -> None:
+    """A name, or None; which names there are is known where one is chosen."""
+    if algorithm is not None and not isinstance(algorithm, str):
+        misfits.add(f"algorithm is {algorithm!r}; expected a str, or None")
+
+
+def listed_sizes(shard_sizes: Any) -> Any:
+    """The sizes of shards as a list, None as it is."""
+    if shard_sizes is None:
+        return None
+    try:
+        return list(shard_sizes)
+    except TypeError:
+        raise InvalidArgument(
+            f"shard_sizes is {shard_sizes!r}; expected one size per rank, or None"
+        ) from None
 
 
 def _check_sizes(sizes: Sequence[int], world_size: int, misfits: Misfits) -> bool:

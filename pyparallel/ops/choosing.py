@@ -270,6 +270,8 @@ def _best(candidates: Sequence[Candidate], where: str, basis: str) -> Choice:
         if others:
             near = min(others, key=lambda c: c.us or 0.0)
             text += f": {_against(near, plain, basis)}"
+            if near not in safe and near.us is not None and near.us < (plain.us or 0.0):
+                text += f", but {near.ratio:.2f} of plain's time at one of the sizes of a part"
         return Choice("plain", f"{text} ({where})", basis, tuple(candidates))
     text = f"{_against(best, plain, basis)} ({where})"
     return Choice(best.algorithm, text, basis, tuple(candidates))

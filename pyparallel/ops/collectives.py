@@ -18,9 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyparallel.ops.checks import Misfits, check_floats, dim_of, own_sizes, sizes_of_whole
-from pyparallel.ops.groups import Seat, group_name, place_of, seat_of
-from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.checks import (
+    Misfits,
+    check_floats,
+    dim_of,
+    listed_sizes,
+    own_sizes,
+    sizes_of_whole,
+)
+from pyparallel.ops.dispatch import Operation, invoke, told
+from pyparallel.ops.groups import group_name, place_of, seat_of
+from pyparallel.ops.library import define, library_op
 from pyparallel.ops.outputs import check_written
 
 __all__ = [
@@ -42,7 +50,7 @@ REDUCTIONS = ("sum", "max", "min")
 def _run_all_gather(x: Tensor, group: Any, dim: int, shard_sizes: Sequence[int] | None) -> Tensor:
     seat = seat_of(group)
     try:
-        dim, sizes = _shards_of_shard(seat, x, dim, shard_sizes)
+        dim, sizes = _shards_of_shard(x, seat, dim, shard_sizes)
     except Exception as error:
         raise seat.refused("all_gather", error) from None
     whole = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
@@ -52,8 +60,9 @@ def _run_all_gather(x: Tensor, group: Any, dim: int, shard_sizes: Sequence[int] 
 
 
 def _shards_of_shard(
-    seat: Seat, x: Tensor, dim: int, shard_sizes: Sequence[int] | None
+    x: Tensor, group: Any, dim: int, shard_sizes: Sequence[int] | None
 ) -> tuple[int, list[int]]:
+    seat = seat_of(group)
     misfits = Misfits()
     check_floats({"x": x}, misfits)
     misfits.raise_any()
@@ -65,7 +74,7 @@ def _shards_of_shard(
 
 
 def _fake_all_gather(x: Tensor, group: str, dim: int, shard_sizes: Sequence[int] | None) -> Tensor:
-    dim, sizes = _shards_of_shard(seat_of(group), x, dim, shard_sizes)
+    dim, sizes = _shards_of_shard(x, group, dim, shard_sizes)
     return x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
 
 
@@ -74,7 +83,7 @@ def _keep_dims(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_all_gather(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-    dx = library_op("reduce_scatter")(dy, ctx.group, ctx.dim, _list(ctx.shard_sizes))
+    dx = library_op("reduce_scatter")(dy, ctx.group, ctx.dim, listed_sizes(ctx.shard_sizes))
     return dx, None, None, None
 
 
@@ -85,6 +94,7 @@ define(
     _backward_all_gather,
     _keep_dims,
 )
+_ALL_GATHER = Operation("all_gather", _run_all_gather, _shards_of_shard)
 
 
 def all_gather(
@@ -104,9 +114,9 @@ def all_gather(
     Raises:
         ValueError: on every rank, where one rank's arguments cannot work or ranks disagree.
     """
-    if is_direct(x):
-        return _run_all_gather(x, group, dim, shard_sizes)
-    gathered: Tensor = library_op("all_gather")(x, group_name(group), dim, _list(shard_sizes))
+    gathered: Tensor = invoke(
+        _ALL_GATHER, group, lambda at: (x, at, dim, listed_sizes(shard_sizes))
+    )
     return gathered
 
 
@@ -118,7 +128,7 @@ def _run_reduce_scatter(
 ) -> Tensor:
     seat = seat_of(group)
     try:
-        dim, sizes = _shards_of_whole(seat.world_size, x, dim, shard_sizes)
+        dim, sizes = _shards_of_whole(x, seat, dim, shard_sizes)
     except Exception as error:
         raise seat.refused("reduce_scatter", error) from None
     engine = seat.engine_of(x)
@@ -127,8 +137,9 @@ def _run_reduce_scatter(
 
 
 def _shards_of_whole(
-    world_size: int, x: Tensor, dim: int, shard_sizes: Sequence[int] | None
+    x: Tensor, group: Any, dim: int, shard_sizes: Sequence[int] | None
 ) -> tuple[int, list[int]]:
+    world_size = place_of(group)[1]
     misfits = Misfits()
     check_floats({"x": x}, misfits)
     misfits.raise_any()
@@ -143,12 +154,12 @@ def _fake_reduce_scatter(
     x: Tensor, group: str, dim: int, shard_sizes: Sequence[int] | None
 ) -> Tensor:
     seat = seat_of(group)
-    dim, sizes = _shards_of_whole(seat.world_size, x, dim, shard_sizes)
+    dim, sizes = _shards_of_whole(x, group, dim, shard_sizes)
     return x.new_empty((*x.shape[:dim], sizes[seat.rank], *x.shape[dim + 1 :]))
 
 
 def _backward_reduce_scatter(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-    dx = library_op("all_gather")(dy, ctx.group, ctx.dim, _list(ctx.shard_sizes))
+    dx = library_op("all_gather")(dy, ctx.group, ctx.dim, listed_sizes(ctx.shard_sizes))
     return dx, None, None, None
 
 
@@ -159,6 +170,7 @@ define(
     _backward_reduce_scatter,
     _keep_dims,
 )
+_REDUCE_SCATTER = Operation("reduce_scatter", _run_reduce_scatter, _shards_of_whole)
 
 
 def reduce_scatter(
@@ -170,16 +182,16 @@ def reduce_scatter(
     rounding. Arguments and errors as in `all_gather`; `x` is the whole, and without `shard_sizes`
     its `dim` must divide by the number of ranks.
     """
-    if is_direct(x):
-        return _run_reduce_scatter(x, group, dim, shard_sizes)
-    shard: Tensor = library_op("reduce_scatter")(x, group_name(group), dim, _list(shard_sizes))
+    shard: Tensor = invoke(
+        _REDUCE_SCATTER, group, lambda at: (x, at, dim, listed_sizes(shard_sizes))
+    )
     return shard
 
 
 # --- all_reduce: y = x_0 + x_1 + ...   dx = dy
 
 
-def _check_all_reduce(x: Tensor, op: str) -> None:
+def _check_all_reduce(x: Tensor, group: Any, op: str) -> None:
     misfits = Misfits()
     check_floats({"x": x}, misfits)
     if op not in REDUCTIONS:
@@ -190,7 +202,7 @@ def _check_all_reduce(x: Tensor, op: str) -> None:
 def _run_all_reduce(x: Tensor, group: Any, op: str) -> Tensor:
     seat = seat_of(group)
     try:
-        _check_all_reduce(x, op)
+        _check_all_reduce(x, seat, op)
     except Exception as error:
         raise seat.refused("all_reduce", error) from None
     engine = seat.engine_of(x)
@@ -218,6 +230,7 @@ define(
     _backward_all_reduce,
     _keep_op,
 )
+_ALL_REDUCE = Operation("all_reduce", _run_all_reduce, _check_all_reduce)
 
 
 def all_reduce(x: Tensor, group: Any, op: str = "sum") -> Tensor:
@@ -227,16 +240,14 @@ def all_reduce(x: Tensor, group: Any, op: str = "sum") -> Tensor:
     (Megatron-LM's g). "max" and "min" are not differentiable. Arguments and errors as in
     `all_gather`.
     """
-    if is_direct(x):
-        return _run_all_reduce(x, group, op)
-    reduced: Tensor = library_op("all_reduce")(x, group_name(group), op)
+    reduced: Tensor = invoke(_ALL_REDUCE, group, lambda at: (x, at, op))
     return reduced
 
 
 def _run_all_reduce_in_place(x: Tensor, group: Any, op: str) -> None:
     seat = seat_of(group)
     try:
-        _check_all_reduce(x, op)
+        _check_all_reduce(x, seat, op)
         check_written({"x": x}, {})
     except Exception as error:
         raise seat.refused("all_reduce_", error) from None
@@ -250,18 +261,22 @@ define(
     _run_all_reduce_in_place,
     lambda x, group, op: None,
 )
+_IN_PLACE = Operation("all_reduce_", _run_all_reduce_in_place, _check_all_reduce, writes=True)
 
 
 def all_reduce_(x: Tensor, group: Any, op: str = "sum") -> Tensor:
     """As `all_reduce`, in place, for an `x` of any strides; gives `x`. Without derivative."""
-    if is_direct(x) or not torch.compiler.is_compiling():
-        _run_all_reduce_in_place(x, group, op)
-    else:
-        library_op("all_reduce_")(x, group_name(group), op)
+    invoke(_IN_PLACE, group, lambda at: (x, at, op))
     return x
 
 
 # --- those made of the above
+
+
+def _check_tensor(x: Any) -> None:
+    misfits = Misfits()
+    check_floats({"x": x}, misfits)
+    misfits.raise_any()
 
 
 class _Replicate(torch.autograd.Function):
@@ -281,6 +296,7 @@ def replicate(x: Tensor, group: Any) -> Tensor:
     For a replicated `x` that each rank goes on to use with its own shard of a weight. Collective
     in backward only.
     """
+    told("replicate", group, _check_tensor, x)
     replicated: Tensor = _Replicate.apply(x, group_name(group))  # type: ignore[no-untyped-call]
     return replicated
 
@@ -292,7 +308,7 @@ class _Gather(torch.autograd.Function):
     ) -> Tensor:
         ctx.name, ctx.dim, ctx.shard_sizes = name, dim, shard_sizes
         ctx.own = x.shape[dim]
-        gathered: Tensor = library_op("all_gather")(x, name, dim, _list(shard_sizes))
+        gathered: Tensor = library_op("all_gather")(x, name, dim, listed_sizes(shard_sizes))
         return gathered
 
     @staticmethod
@@ -309,8 +325,11 @@ def gather(x: Tensor, group: Any, dim: int = 0, shard_sizes: Sequence[int] | Non
     then replicated already, and a sum over ranks would count it once per rank. Arguments and errors
     as in `all_gather`.
     """
+    sizes = told("gather", group, listed_sizes, shard_sizes)
+    if not torch.compiler.is_compiling():
+        told("gather", group, _shards_of_shard, x, group, dim, sizes)
     gathered: Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
-        x, group_name(group), dim, shard_sizes
+        x, group_name(group), dim, sizes
     )
     return gathered
 
@@ -330,14 +349,10 @@ class _Split(torch.autograd.Function):
 def split(x: Tensor, group: Any, dim: int = 0, shard_sizes: Sequence[int] | None = None) -> Tensor:
     """This rank's shard, along `dim`, of a replicated `x`; backward: all_gather.
 
-    Nothing is communicated in forward, but a misfit raises on every rank that makes it. Arguments
-    and errors as in `reduce_scatter`.
+    Nothing is communicated in forward; a misfit on one rank raises on the others in their next
+    call. Arguments and errors as in `reduce_scatter`.
     """
     name = group_name(group)
-    dim, sizes = _shards_of_whole(place_of(name)[1], x, dim, shard_sizes)
+    dim, sizes = told("split", group, _shards_of_whole, x, name, dim, shard_sizes)
     shard: Tensor = _Split.apply(x, name, dim, sizes)  # type: ignore[no-untyped-call]
     return shard
-
-
-def _list(sizes: Sequence[int] | None) -> list[int] | None:
-    return None if sizes is None else list(sizes)

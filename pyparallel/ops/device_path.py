@@ -69,7 +69,7 @@ class DevicePath:
     """The workspaces of one group on one device, and the three ops on them.
 
     Every rank makes the same calls. A workspace grows with the call that needs it, collectively;
-    under graph capture that raises and names the call to make before.
+    under graph capture that raises, on all ranks, and names the call to make before.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device, tiles: str) -> None:
@@ -119,7 +119,7 @@ class DevicePath:
                 nbytes = max(nbytes, old[1].layout.row_bytes)
             return AllGatherLayout(self._communicator.world_size, nbytes, most)
 
-        workspace = self._space(
+        workspace = self.space(
             ("all_gather",),
             lambda made: made.max_rows >= rows and made.row_bytes >= rows * row_bytes,
             layout,
@@ -172,7 +172,7 @@ class DevicePath:
         k, _, fits = self.agree(note, x.shape[1], n, (x, weight))
         config = self.config(OP, tuple(sizes), n, k, x.dtype, fits)
         tiles = tiles_of(most, n, config.block_m, config.block_n)
-        workspace = self._space(
+        workspace = self.space(
             ("reduce_scatter", n),
             lambda made: made.rows >= most and made.tiles >= tiles,
             lambda: layout_of(
@@ -221,7 +221,7 @@ class DevicePath:
         most = m if algorithm == kernel.MULTIMEM else max(shards.sizes)
         tiles = tiles_of(max(shards.sizes), n, config.block_m, config.block_n)
         results = 0 if algorithm == kernel.ONE_SHOT else m
-        workspace = self._space(
+        workspace = self.space(
             ("all_reduce", algorithm, n, dtype),
             lambda made: made.rows >= most and made.tiles >= tiles and made.result_rows >= results,
             lambda: kernel.layout_of(
@@ -291,7 +291,7 @@ class DevicePath:
 
     # --- memory, streams, failures
 
-    def _space(
+    def space(
         self,
         key: tuple[Any, ...],
         fits: Callable[[Any], bool],
@@ -305,6 +305,16 @@ class DevicePath:
         if found is not None and fits(found[1].layout):
             return found[1]
         planned = layout()
+        if is_capturing(self._device):
+            there = 0 if found is None else found[1].layout.nbytes
+            raise self._communicator._refused(
+                note.split(maxsplit=1)[0],
+                InvalidArgument(
+                    f"under CUDA graph capture no workspace can be made: this call needs "
+                    f"{planned.nbytes} bytes, there are {there}; make the same call once, of these "
+                    f"shapes or larger ones, before the capture ({note})"
+                ),
+            )
         self._communicator.note(note)
         memory = SymmetricMemory(
             self._communicator,
@@ -334,6 +344,11 @@ class DevicePath:
         from pyparallel.triton_kernels.signals import raise_failure
 
         raise_failure(workspace.status, op, self._communicator.name, steps)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of `device` records a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=4096)

@@ -39,11 +39,14 @@ class Engine(Protocol):
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """All ranks' `x`, joined along `dim`: a new tensor."""
 
-    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """This rank's shard of the sum of all ranks' `x`: a new tensor."""
+    def reduce_scatter(
+        self, x: Tensor, dim: int, sizes: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
+        """This rank's shard of the sum of all ranks' `x`: a new tensor, or `out` where that saves
+        a copy."""
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        """Reduces `x` in place, alike on all ranks."""
+    def all_reduce(self, x: Tensor, op: str, out: Tensor | None = None) -> Tensor:
+        """Reduces `x` in place, or into `out` where that saves a copy, alike on all ranks."""
 
     def refused(self, op: str, error: Exception) -> Exception:
         """Tells the other ranks that this one cannot call; gives what to raise here."""
@@ -51,7 +54,8 @@ class Engine(Protocol):
 
 def raised(error: Exception, where: str) -> Exception:
     """The error with the place put before its text; one of arguments stays a ValueError."""
-    kind = type(error) if isinstance(error, (TypeError, ValueError)) else InvalidArgument
+    kept = isinstance(error, (TypeError, ValueError, Unsupported))
+    kind = type(error) if kept else InvalidArgument
     return kind(f"{where}: {error}")
 
 
@@ -72,10 +76,12 @@ class Alone:
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)
 
-    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, dim: int, sizes: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, out: Tensor | None = None) -> Tensor:
         return x
 
     def refused(self, op: str, error: Exception) -> Exception:
@@ -102,13 +108,18 @@ class Native:
         gathered: Tensor = self.communicator.all_gather(x, dim=dim, sizes=list(sizes))
         return gathered
 
-    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        shard: Tensor = self.communicator.reduce_scatter(x, dim=dim, sizes=list(sizes))
+    def reduce_scatter(
+        self, x: Tensor, dim: int, sizes: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
+        shard: Tensor = self.communicator.reduce_scatter(x, dim=dim, sizes=list(sizes), out=out)
         return shard
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        reduced: Tensor = self.communicator.all_reduce(x, op)
-        return reduced
+    def all_reduce(self, x: Tensor, op: str, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            reduced: Tensor = self.communicator.all_reduce(x, op)
+            return reduced
+        self.communicator.all_reduce(x, op, out=out)
+        return out
 
     def refused(self, op: str, error: Exception) -> Exception:
         return self.communicator._refused(op, error)
@@ -146,10 +157,12 @@ class Unserved:
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         raise self._error()
 
-    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, dim: int, sizes: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
         raise self._error()
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, out: Tensor | None = None) -> Tensor:
         raise self._error()
 
     def refused(self, op: str, error: Exception) -> Exception:
@@ -204,7 +217,9 @@ class Torch:
         joined = torch.cat([rows[r, :n] for r, n in enumerate(sizes)])
         return joined.movedim(0, dim).contiguous()
 
-    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, dim: int, sizes: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
         group = self._agreed()
         most = max(sizes)
         front = x.movedim(dim, 0)
@@ -216,7 +231,7 @@ class Torch:
             _REDUCE_SCATTER(mine, whole.flatten(0, 1), group=group)
         return mine[: sizes[self.rank]].movedim(0, dim).contiguous()
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, out: Tensor | None = None) -> Tensor:
         group = self._agreed()
         array = x.contiguous()
         if array.numel():

@@ -10,6 +10,7 @@ from pyparallel.errors import InvalidArgument
 from pyparallel.ops.chips import machine_named
 from pyparallel.ops.choosing import (
     DTYPES,
+    NOISE,
     Choice,
     Chooser,
     Policy,
@@ -30,7 +31,9 @@ class Timing:
     algorithm: str
     what: str  # it does
     us: float | None
-    basis: str  # "measured", "predicted", or why there is no time
+    # "measured": at these shapes; "nearby": the mean over parts of the shape that the choice names;
+    # "predicted"; or why there is no time. Beside measured times there are no predicted ones.
+    basis: str
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,23 @@ class Explanation:
             mark = "->" if t.algorithm == choice.algorithm else "  "
             us = f"{t.us:10.1f} us" if t.us is not None else " " * 13
             lines.append(f"  {mark} {t.algorithm:{width}} {us}  {t.basis:9}  {t.what}")
+        lines += self._faster()
         lines.append(f"  measurements: {self.known_from}")
         return "\n".join(lines)
+
+    def _faster(self) -> list[str]:
+        """Why something that is faster in this table is not taken."""
+        times = {t.algorithm: t.us for t in self.timings if t.us is not None}
+        mine, choice = times.get(self.choice.algorithm), self.choice
+        if mine is None or choice.basis not in ("measured", "model"):
+            return []
+        names = [name for name, us in times.items() if us < mine * (1 - NOISE)]
+        if not names:
+            return []
+        return [
+            f"  {', '.join(names)} would be faster here; what is taken holds for every part of a "
+            "weight that a rank may have, and is alike on all ranks"
+        ]
 
 
 def explain(
@@ -195,6 +213,10 @@ def _timing(
         place = (point.op, point.device, point.dtype, point.world, point.m, point.n, point.k)
         if place == here and name in point.us:
             return Timing(name, what, point.us[name], "measured")
+    if candidate is not None and candidate.basis == "measured":
+        return Timing(name, what, candidate.us, "nearby")
+    if any(c.basis == "measured" for c in choice.candidates):
+        return Timing(name, what, None, "not measured with the others")
     text = chooser.policy.machine
     us = predicted(p, name, device, machine_named(text) if text else None)
     if us is None:

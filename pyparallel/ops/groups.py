@@ -26,7 +26,7 @@ from pyparallel.ops.device_path import KERNELS, DevicePath, unfit
 from pyparallel.ops.engines import SYMMETRIC, Alone, Engine, Native, Torch, Unserved
 from pyparallel.ops.grouped_path import GroupedPath
 
-__all__ = ["Group", "Seat", "group_name", "key_of", "place_of", "seat_of"]
+__all__ = ["MOST_PLANS", "Group", "Seat", "group_name", "key_of", "place_of", "seat_of"]
 
 Group = "dist.ProcessGroup | DeviceMesh | Communicator | str"
 
@@ -49,6 +49,7 @@ class Seat:
         self.chooser = Chooser(engine.meeting)
         # Algorithm and note of calls that have been checked, by what they depend on (`key_of`).
         self.plans: dict[tuple[Any, ...], tuple[str, str]] = {}
+        self.checked: set[tuple[Any, ...]] = set()  # of calls through torch's dispatcher, likewise
         self._barred: Mapping[str, str] | None = None  # not asked yet: that is collective
 
     def engine_of(self, x: torch.Tensor) -> Engine:
@@ -135,7 +136,7 @@ class Seat:
     ) -> tuple[str, str]:
         """`choose`, and the note, kept for the next call of this key."""
         plan = self.choose(op, m, shared, x, algorithm, note), note
-        if len(self.plans) >= _MOST_PLANS:  # of shapes that may never come back
+        if len(self.plans) >= MOST_PLANS:  # of shapes that may never come back
             self.plans.clear()
         self.plans[key] = plan
         return plan
@@ -166,7 +167,7 @@ def key_of(*facts: Any) -> tuple[Any, ...]:
     )
 
 
-_MOST_PLANS = 1024
+MOST_PLANS = 1024
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _seats: "weakref.WeakKeyDictionary[Any, Seat]" = weakref.WeakKeyDictionary()
 _by_name: "weakref.WeakValueDictionary[str, Seat]" = weakref.WeakValueDictionary()
@@ -175,6 +176,8 @@ _numbers = itertools.count()
 
 def seat_of(group: Any) -> Seat:
     """The seat in `group`. The first call for a group may be collective over its ranks."""
+    if type(group) is Seat:
+        return group
     if type(group) is str:
         return _seat_of_name(group)
     try:
@@ -208,7 +211,7 @@ place_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _seat_of_name(name: str) -> Seat:
     try:
-        group = _resolve_process_group(c10d.GroupName(name))
+        group = _resolve_process_group(name)  # type: ignore[arg-type]  # a str in torch 2.9
     except (RuntimeError, KeyError, ValueError):
         seat = _by_name.get(name)
         if seat is None:

@@ -22,22 +22,24 @@ from torch import Tensor
 from pyparallel.comm.products import part_times_weight
 from pyparallel.ops.all_reduce_rms_norm import rms_norm
 from pyparallel.ops.autocast import casts
-from pyparallel.ops.checks import Misfits, by, check_floats, check_linear
+from pyparallel.ops.checks import Misfits, by, check_algorithm, check_floats, check_linear
 from pyparallel.ops.device_path import KERNELS, NormOf
-from pyparallel.ops.groups import Seat, group_name, key_of, seat_of
+from pyparallel.ops.dispatch import Operation, invoke, told
+from pyparallel.ops.groups import Seat, key_of, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
-from pyparallel.ops.library import define, is_direct, library_op, rows_of
-from pyparallel.ops.main_grad import into_main_grad
-from pyparallel.ops.outputs import define_out, into_out
-from pyparallel.ops.scaled import is_scaled, refuse_with_scales, scaled
+from pyparallel.ops.library import define, rows_of
+from pyparallel.ops.main_grad import MainGrad, behind, main_grads_of, without_gradient
+from pyparallel.ops.outputs import define_out
+from pyparallel.ops.scaled import is_scaled, scaled
 
 __all__ = ["matmul_all_reduce"]
 
 _NAME = "matmul_all_reduce"
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, algorithm: Any) -> None:
     misfits = Misfits()
+    check_algorithm(algorithm, misfits)
     check_floats({"x": x, "weight": weight, "bias": bias}, misfits)
     misfits.raise_any()
     if x.dim() == 0:
@@ -72,8 +74,11 @@ def summed_product(
     bias: Tensor | None,
     norm: NormOf | None,
     plan: tuple[str, str],
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The sum over ranks of x @ weight^T, plus bias, and None; `plan` is that of `planned`.
+
+    In `out`, where a copy is saved by that.
 
     With `norm`: the norm of the sum with bias and residual, and that sum.
     """
@@ -85,7 +90,7 @@ def summed_product(
         engine = seat.engine_of(x)
         y = part_times_weight(x, weight)
         engine.note(note)
-        y = engine.all_reduce(y, "sum")
+        y = engine.all_reduce(y, "sum", out)
     elif chosen == "signal":
         flat = x.reshape(rows, x.shape[-1])
         y = seat.grouped_path(x).matmul_all_reduce(flat, weight, bias, note).view(shape)
@@ -110,25 +115,30 @@ def summed_product(
 
 
 def _run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, algorithm: str | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: Any,
+    algorithm: str | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     seat = seat_of(group)
     key = key_of(_NAME, x, weight, bias, algorithm)
     plan = known_plan(seat, key)
     if plan is None:
         try:
-            _check(x, weight, bias)
+            _check(x, weight, bias, seat, algorithm)
         except Exception as error:
             raise seat.refused(_NAME, error) from None
         text = f"{_NAME} with {'no ' if bias is None else ''}bias"
         plan = planned(seat, key, x, weight, algorithm, text)
-    return summed_product(seat, x, weight, bias, None, plan)[0]
+    return summed_product(seat, x, weight, bias, None, plan, out)[0]
 
 
 def _fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, algorithm: str | None
 ) -> Tensor:
-    _check(x, weight, bias)
+    _check(x, weight, bias, group, algorithm)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -153,6 +163,9 @@ define(
     _setup_context,
 )
 define_out(_NAME, "Tensor x, Tensor weight, Tensor? bias, str group, str? algorithm", _run)
+_OP = Operation(
+    _NAME, _run, _check, lambda x, weight, *rest: [(*x.shape[:-1], weight.shape[0])], _run
+)
 
 
 def matmul_all_reduce(
@@ -163,7 +176,7 @@ def matmul_all_reduce(
     *,
     out: Tensor | None = None,
     algorithm: str | None = None,
-    main_grad: Tensor | None = None,
+    main_grad: "Tensor | MainGrad | None" = None,
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -193,30 +206,19 @@ def matmul_all_reduce(
         ValueError: on every rank, where one rank's arguments cannot work or ranks disagree.
     """
     if is_scaled(x_scale, weight_scale, out_dtype):
-        refuse_with_scales(_NAME, group, {"out": out, "main_grad": main_grad})
         total: Tensor = scaled(
             _NAME,
             group,
-            [x, weight, x_scale, weight_scale],
-            *(x, weight, bias, x_scale, weight_scale, group_name(group)),
-            *(out_dtype or torch.bfloat16, algorithm),
+            {"out": out, "main_grad": main_grad},
+            lambda at: (x, weight, bias, x_scale, weight_scale, at),
+            out_dtype,
+            algorithm,
         )
         return total
-    if main_grad is not None:
-        (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
     x, weight, bias = casts(x, weight, bias)
-    if out is not None:
-        written: Tensor = into_out(
-            _NAME,
-            group,
-            (x, weight, bias, group_name(group), algorithm),
-            lambda: _run(x, weight, bias, group, algorithm),
-            {"x": x, "weight": weight, "bias": bias},
-            lambda: [(*x.shape[:-1], weight.shape[0])],
-            out,
-        )
-        return written
-    if is_direct(x, weight, bias):
-        return _run(x, weight, bias, group, algorithm)
-    y: Tensor = library_op(_NAME)(x, weight, bias, group_name(group), algorithm)
-    return y
+    into = None
+    if main_grad is not None:
+        into = told(_NAME, group, main_grads_of, [weight], main_grad, out)
+    w = weight if into is None else without_gradient([weight], into)[0]
+    y: Tensor = invoke(_OP, group, lambda at: (x, w, bias, at, algorithm), out)
+    return y if into is None else behind([y], [weight], x, into)[0]

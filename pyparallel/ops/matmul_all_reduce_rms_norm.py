@@ -14,11 +14,12 @@ from torch import Tensor
 
 from pyparallel.ops.all_reduce_rms_norm import check_norm, rms_norm_backward
 from pyparallel.ops.autocast import casts
-from pyparallel.ops.checks import Misfits, check_floats, check_linear
+from pyparallel.ops.checks import Misfits, check_algorithm, check_floats, check_linear
 from pyparallel.ops.device_path import NormOf
-from pyparallel.ops.groups import group_name, key_of, seat_of
-from pyparallel.ops.library import define, is_direct, library_op, rows_of
-from pyparallel.ops.main_grad import into_main_grad
+from pyparallel.ops.dispatch import Operation, invoke, told
+from pyparallel.ops.groups import key_of, seat_of
+from pyparallel.ops.library import define, rows_of
+from pyparallel.ops.main_grad import MainGrad, behind, main_grads_of, without_gradient
 from pyparallel.ops.matmul_all_reduce import known_plan, planned, summed_product
 
 __all__ = ["matmul_all_reduce_rms_norm"]
@@ -33,8 +34,11 @@ def _check(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
+    group: Any,
+    algorithm: Any,
 ) -> None:
     misfits = Misfits()
+    check_algorithm(algorithm, misfits)
     named = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     check_floats({**named, "norm_weight": norm_weight}, misfits)
     misfits.raise_any()
@@ -64,7 +68,7 @@ def _run(
     plan = known_plan(seat, key)
     if plan is None:
         try:
-            _check(x, weight, bias, residual, norm_weight, eps)
+            _check(x, weight, bias, residual, norm_weight, eps, seat, algorithm)
         except Exception as error:
             raise seat.refused(_NAME, error) from None
         text = f"{_NAME} with {'no ' if bias is None else ''}bias, eps {eps}"
@@ -85,7 +89,7 @@ def _fake(
     group: str,
     algorithm: str | None,
 ) -> tuple[Tensor, Tensor]:
-    _check(x, weight, bias, residual, norm_weight, eps)
+    _check(x, weight, bias, residual, norm_weight, eps, group, algorithm)
     shape = (*x.shape[:-1], weight.shape[0])
     return x.new_empty(shape), x.new_empty(shape)
 
@@ -116,6 +120,7 @@ define(
     _backward,
     _setup_context,
 )
+_OP = Operation(_NAME, _run, _check)
 
 
 def matmul_all_reduce_rms_norm(
@@ -128,7 +133,7 @@ def matmul_all_reduce_rms_norm(
     bias: Tensor | None = None,
     *,
     algorithm: str | None = None,
-    main_grad: Tensor | None = None,
+    main_grad: "Tensor | MainGrad | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """`h = matmul_all_reduce(x, weight, bias) + residual` and its RMSNorm; gives (normed, h).
 
@@ -139,12 +144,15 @@ def matmul_all_reduce_rms_norm(
     Raises:
         ValueError: on every rank, where one rank's arguments cannot work or ranks disagree.
     """
-    if main_grad is not None:
-        (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
     x, weight, bias, residual, norm_weight = casts(x, weight, bias, residual, norm_weight)
-    if is_direct(x, weight, bias, residual, norm_weight):
-        return _run(x, weight, bias, residual, norm_weight, eps, group, algorithm)
-    both: tuple[Tensor, Tensor] = library_op(_NAME)(
-        x, weight, bias, residual, norm_weight, eps, group_name(group), algorithm
+    into = None
+    if main_grad is not None:
+        into = told(_NAME, group, main_grads_of, [weight], main_grad)
+    w = weight if into is None else without_gradient([weight], into)[0]
+    if into is not None and isinstance(residual, Tensor):
+        # The gradient of the residual is that of the sum, which the weight's is made of.
+        (residual,) = behind([residual], [weight], x, into)
+    both: tuple[Tensor, Tensor] = invoke(
+        _OP, group, lambda at: (x, w, bias, residual, norm_weight, eps, at, algorithm)
     )
     return both

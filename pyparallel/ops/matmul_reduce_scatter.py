@@ -22,14 +22,24 @@ from torch import Tensor
 
 from pyparallel.comm.products import part_times_weight
 from pyparallel.ops.autocast import casts
-from pyparallel.ops.checks import Misfits, by, check_floats, check_linear, dim_of, sizes_of_whole
+from pyparallel.ops.checks import (
+    Misfits,
+    by,
+    check_algorithm,
+    check_floats,
+    check_linear,
+    dim_of,
+    listed_sizes,
+    sizes_of_whole,
+)
 from pyparallel.ops.device_path import KERNELS
-from pyparallel.ops.groups import Seat, group_name, seat_of
+from pyparallel.ops.dispatch import Operation, invoke, told
+from pyparallel.ops.groups import group_name, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
-from pyparallel.ops.library import define, is_direct, library_op, rows_of
-from pyparallel.ops.main_grad import into_main_grad
-from pyparallel.ops.outputs import define_out, into_out
-from pyparallel.ops.scaled import is_scaled, refuse_with_scales, scaled
+from pyparallel.ops.library import define, library_op, rows_of
+from pyparallel.ops.main_grad import MainGrad, main_grads_of
+from pyparallel.ops.outputs import define_out
+from pyparallel.ops.scaled import is_scaled, scaled
 
 __all__ = ["matmul_reduce_scatter"]
 
@@ -37,16 +47,18 @@ _NAME = "matmul_reduce_scatter"
 
 
 def _check(
-    seat: Seat,
     xs: Sequence[Tensor],
     weights: Sequence[Tensor],
     bias: Tensor | None,
     addend: Tensor | None,
+    group: Any,
     scatter_dim: int,
     shard_sizes: Sequence[int] | None,
+    algorithm: Any,
 ) -> tuple[int, list[int]]:
     """The dim of y as an index, and every rank's size of it."""
     misfits = Misfits()
+    check_algorithm(algorithm, misfits)
     one = len(xs) == 1
     x_names = ["x"] if one else [f"x[{i}]" for i in range(len(xs))]
     w_names = ["weight"] if one else [f"weight[{i}]" for i in range(len(xs))]
@@ -65,7 +77,8 @@ def _check(
     what = f"the result (shape {list(shape)})"
     dim = dim_of(scatter_dim, shape, "scatter_dim", "the result", misfits)
     misfits.raise_any()
-    sizes = sizes_of_whole(shape[dim], dim, shard_sizes, seat.world_size, misfits, what)
+    ranks = seat_of(group).world_size
+    sizes = sizes_of_whole(shape[dim], dim, shard_sizes, ranks, misfits, what)
     misfits.raise_any()
     return dim, sizes
 
@@ -79,10 +92,11 @@ def _run(
     scatter_dim: int,
     shard_sizes: Sequence[int] | None,
     algorithm: str | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     seat = seat_of(group)
     try:
-        dim, sizes = _check(seat, xs, weights, bias, addend, scatter_dim, shard_sizes)
+        dim, sizes = _check(xs, weights, bias, addend, seat, scatter_dim, shard_sizes, algorithm)
     except Exception as error:
         raise seat.refused(_NAME, error) from None
     lead, n = xs[0].shape[:-1], weights[0].shape[0]
@@ -121,7 +135,7 @@ def _run(
             partial += addend
         engine = seat.engine_of(partial)
         engine.note(note)
-        shard = engine.reduce_scatter(partial, dim, sizes)
+        shard = engine.reduce_scatter(partial, dim, sizes, out)
     else:
         host = seat.engine.host_path
         assert host is not None, chosen
@@ -152,7 +166,7 @@ def _fake(
     algorithm: str | None,
 ) -> Tensor:
     seat = seat_of(group)
-    dim, sizes = _check(seat, xs, weights, bias, addend, scatter_dim, shard_sizes)
+    dim, sizes = _check(xs, weights, bias, addend, seat, scatter_dim, shard_sizes, algorithm)
     shape = [*xs[0].shape[:-1], weights[0].shape[0]]
     shape[dim] = sizes[seat.rank]
     return xs[0].new_empty(shape)
@@ -165,29 +179,36 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*xs, *weights)
 
 
+def _input_gradients(
+    ctx: Any, dy_shard: Tensor, weights: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """dy @ w for each weight, and dy itself, gathered once for all."""
+    if not weights:
+        return [], library_op("all_gather")(dy_shard, ctx.group, ctx.dim, ctx.sizes)
+    *dxs, dy = library_op("all_gather_matmul")(
+        dy_shard,
+        [w.t() for w in weights],
+        [],
+        [],
+        ctx.group,
+        ctx.dim,
+        ctx.sizes,
+        True,
+        False,
+        None,
+    )
+    return dxs, dy
+
+
 def _backward(ctx: Any, dy_shard: Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # once: where layers are recomputed, a second look is refused
     xs, weights = saved[: ctx.count], saved[ctx.count :]
     needs_xs, needs_ws, needs_bias, needs_addend = ctx.needs_input_grad[:4]
-    dxs: list[Tensor | None] = [None] * ctx.count
     wanted = [i for i in range(ctx.count) if needs_xs[i]]
-    if wanted:
-        *found, dy = library_op("all_gather_matmul")(
-            dy_shard,
-            [weights[i].t() for i in wanted],
-            [],
-            [],
-            ctx.group,
-            ctx.dim,
-            ctx.sizes,
-            True,
-            False,
-            None,
-        )
-        for i, dx in zip(wanted, found, strict=True):
-            dxs[i] = dx
-    else:
-        dy = library_op("all_gather")(dy_shard, ctx.group, ctx.dim, ctx.sizes)
+    found, dy = _input_gradients(ctx, dy_shard, [weights[i] for i in wanted])
+    dxs: list[Tensor | None] = [None] * ctx.count
+    for i, dx in zip(wanted, found, strict=True):
+        dxs[i] = dx
     rows = rows_of(dy)
     dws = [
         rows.t() @ rows_of(x) if needed else None for x, needed in zip(xs, needs_ws, strict=True)
@@ -212,12 +233,48 @@ define_out(
 )
 
 
-def _shard_shape(
-    seat: Seat, x: Tensor, weight: Tensor, dim: int, sizes: Sequence[int] | None
-) -> list[int]:
-    shape = [*x.shape[:-1], weight.shape[0]]
+def _shapes(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias: Any,
+    addend: Any,
+    group: Any,
+    dim: int,
+    sizes: Sequence[int] | None,
+    algorithm: Any,
+) -> list[list[int]]:
+    seat = seat_of(group)
+    shape = [*xs[0].shape[:-1], weights[0].shape[0]]
     shape[dim] = shape[dim] // seat.world_size if sizes is None else sizes[seat.rank]
-    return shape
+    return [shape]
+
+
+_OP = Operation(_NAME, _run, _check, _shapes, _run)
+
+
+class _Accumulating(torch.autograd.Function):
+    """The op of one product, whose weight gradient goes `into` a buffer: dy is gathered once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, into: MainGrad, *rest: Any
+    ) -> Tensor:
+        ctx.into = into
+        ctx.group, ctx.dim, ctx.sizes, _ = rest
+        ctx.save_for_backward(x, weight)
+        shard: Tensor = library_op(_NAME)([x], [weight], bias, None, *rest)
+        return shard
+
+    @staticmethod
+    def backward(ctx: Any, dy_shard: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dx, dy = _input_gradients(ctx, dy_shard, [weight] if needs_x else [])
+        rows = rows_of(dy)
+        if needs_weight:
+            ctx.into.add(rows, rows_of(x))
+        db = rows.sum(0) if needs_bias else None
+        return dx[0] if dx else None, None, db, None, None, None, None, None
 
 
 def matmul_reduce_scatter(
@@ -230,7 +287,7 @@ def matmul_reduce_scatter(
     *,
     out: Tensor | None = None,
     algorithm: str | None = None,
-    main_grad: Tensor | None = None,
+    main_grad: "Tensor | MainGrad | None" = None,
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -262,36 +319,31 @@ def matmul_reduce_scatter(
     Raises:
         ValueError: on every rank, where one rank's arguments cannot work or ranks disagree.
     """
-    sizes = None if shard_sizes is None else list(shard_sizes)
+    sizes = None if shard_sizes is None else told(_NAME, group, listed_sizes, shard_sizes)
     if is_scaled(x_scale, weight_scale, out_dtype):
-        refuse_with_scales(
-            _NAME, group, {"out": out, "main_grad": main_grad, "scatter_dim": scatter_dim or None}
-        )
         rows: Tensor = scaled(
             _NAME,
             group,
-            [x, weight, x_scale, weight_scale],
-            *(x, weight, bias, x_scale, weight_scale, group_name(group)),
-            *(sizes, out_dtype or torch.bfloat16, algorithm),
+            {"out": out, "main_grad": main_grad},
+            lambda at: (x, weight, bias, x_scale, weight_scale, at, sizes),
+            out_dtype,
+            algorithm,
+            scatter_dim,
         )
         return rows
-    if main_grad is not None:
-        (weight,) = into_main_grad(_NAME, group, [weight], main_grad)
     x, weight, bias = casts(x, weight, bias)
-    if out is not None:
-        written: Tensor = into_out(
-            _NAME,
-            group,
-            ([x], [weight], bias, None, group_name(group), scatter_dim, sizes, algorithm),
-            lambda: _run([x], [weight], bias, None, group, scatter_dim, sizes, algorithm),
-            {"x": x, "weight": weight, "bias": bias},
-            lambda: [_shard_shape(seat_of(group), x, weight, scatter_dim, sizes)],
-            out,
+    into = None
+    if main_grad is not None:
+        into = told(_NAME, group, main_grads_of, [weight], main_grad, out)
+    if into is not None and into[0] and torch.is_grad_enabled() and weight.requires_grad:
+        rest = (group_name(group), scatter_dim, sizes, algorithm)
+        if not torch.compiler.is_compiling():
+            told(_NAME, group, _check, [x], [weight], bias, None, *rest)
+        kept: Tensor = _Accumulating.apply(  # type: ignore[no-untyped-call]
+            x, weight, bias, into[0], *rest
         )
-        return written
-    if is_direct(x, weight, bias):
-        return _run([x], [weight], bias, None, group, scatter_dim, shard_sizes, algorithm)
-    shard: Tensor = library_op(_NAME)(
-        [x], [weight], bias, None, group_name(group), scatter_dim, sizes, algorithm
+        return kept
+    shard: Tensor = invoke(
+        _OP, group, lambda at: ([x], [weight], bias, None, at, scatter_dim, sizes, algorithm), out
     )
     return shard

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from pyparallel.comm.tensors import overlap, repeats
 from pyparallel.errors import InvalidArgument
-from pyparallel.ops.groups import seat_of
-from pyparallel.ops.library import define, is_direct, library_op
+from pyparallel.ops.library import define
 
-__all__ = ["check_written", "define_out", "into_out"]
+__all__ = ["check_like", "check_written", "define_out", "listed", "put"]
 
 
 def check_written(written: dict[str, Tensor], read: dict[str, Any]) -> None:
@@ -55,57 +54,20 @@ def define_out(name: str, arguments: str, run: Callable[..., Any]) -> None:
 
     def into(*args: Any) -> None:
         *given, outs = args
-        results = run(*given)
-        for out, result in zip(outs, _listed(results), strict=True):
-            out.copy_(result)
+        put(outs, run(*given))
 
     define(f"{name}_out({arguments}, Tensor(a!)[] out) -> ()", into, lambda *args: None)
 
 
-def into_out(
-    name: str,
-    group: Any,
-    args: Sequence[Any],
-    run: Callable[[], Any],
-    read: dict[str, Any],
-    shapes: Callable[[], Sequence[Sequence[int]]],
-    out: Any,
-) -> Any:
-    """Runs the op into `out`, which is given back.
-
-    `args` are those of the schema, `run` runs it directly, `read` are its inputs by name, the first
-    of them x, and `shapes` tells the shapes of the results.
-    """
-    outs = _listed(out)
-    if not torch.compiler.is_compiling():
-        try:
-            names = ["out"] if isinstance(out, Tensor) else [f"out[{i}]" for i in range(len(outs))]
-            check_written(dict(zip(names, outs, strict=True)), read)
-            _check_like(dict(zip(names, outs, strict=True)), shapes, next(iter(read.values())))
-        except Exception as error:
-            raise seat_of(group).refused(name, error) from None
-    if is_direct(*read.values(), *outs):
-        for target, result in zip(outs, _listed(run()), strict=True):
-            target.copy_(result)
-    else:
-        library_op(f"{name}_out")(*args, outs)
-    return out
-
-
-def _check_like(
-    outs: dict[str, Tensor], shapes_of: Callable[[], Sequence[Sequence[int]]], x: Any
-) -> None:
+def check_like(outs: dict[str, Tensor], shapes: Sequence[Sequence[int]], x: Tensor) -> None:
+    """`outs` are of these shapes, and of the dtype and device of `x`."""
     texts = []
-    try:
-        shapes = shapes_of()
-    except (AttributeError, IndexError, TypeError):
-        return  # the op's own checks say what is wrong with its inputs
     if len(outs) != len(shapes):
         texts.append(f"out has {len(outs)} tensors for {len(shapes)} results")
     for (name, out), shape in zip(outs.items(), shapes, strict=False):
         if list(out.shape) != list(shape):
             texts.append(f"{name} has shape {list(out.shape)}; expected {list(shape)}")
-        if isinstance(x, Tensor) and (out.dtype, out.device) != (x.dtype, x.device):
+        if (out.dtype, out.device) != (x.dtype, x.device):
             texts.append(
                 f"{name} is {out.dtype} on {out.device}; expected {x.dtype} on {x.device}, as x"
             )
@@ -113,5 +75,20 @@ def _check_like(
         raise InvalidArgument("; ".join(texts))
 
 
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+def put(outs: Sequence[Tensor], results: Any) -> None:
+    """The results into `outs`, where they do not lie there yet."""
+    for out, result in zip(outs, listed(results), strict=True):
+        if result is not out:
+            out.copy_(result)
+
+
+def listed(tensors: Any) -> list[Tensor]:
+    """One tensor, or several, as a list."""
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    try:
+        return list(tensors)
+    except TypeError:
+        raise InvalidArgument(
+            f"out is a {type(tensors).__name__}; expected a torch.Tensor, or a list of them"
+        ) from None

@@ -4,11 +4,13 @@
     weight_scale  float32, one value or one for each row of the weight: [N] or [1, N]
 
 The product is summed in float32, scaled, and rounded to out_dtype. For CUDA tensors: fused
-kernels, or torch._scaled_mm and the group's collective. Without derivative. Ranks share rows, so
-the dim that is gathered or scattered is the first.
+kernels, or torch._scaled_mm and the group's collective. Without derivative. Ranks share rows: the
+dim that is gathered or scattered is any but the last. The schemas have it first; `scaled` brings
+another one there and back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,12 +18,20 @@ import torch
 from torch import Tensor
 
 from pyparallel.errors import InvalidArgument
-from pyparallel.ops.checks import Misfits, by, check_linear, own_sizes, sizes_of_whole
+from pyparallel.ops.checks import (
+    Misfits,
+    by,
+    check_algorithm,
+    check_linear,
+    own_sizes,
+    sizes_of_whole,
+)
 from pyparallel.ops.device_path import KERNELS
+from pyparallel.ops.dispatch import Operation, invoke
 from pyparallel.ops.groups import Seat, seat_of
-from pyparallel.ops.library import define, library_op
+from pyparallel.ops.library import define
 
-__all__ = ["is_scaled", "refuse_with_scales", "scaled"]
+__all__ = ["is_scaled", "scaled"]
 
 FP8 = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,14 +40,6 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def is_scaled(*facts: Any) -> bool:
     """Whether a call is one of these: it has a scale or an out_dtype."""
     return any(fact is not None for fact in facts)
-
-
-def refuse_with_scales(op: str, group: Any, given: dict[str, Any]) -> None:
-    """What does not go together with scales is an error, on every rank, and not ignored."""
-    names = [name for name, value in given.items() if value is not None]
-    if names:
-        error = InvalidArgument(f"with scales or out_dtype there is no {', '.join(names)}")
-        raise seat_of(group).refused(op, error)
 
 
 # --- checks
@@ -56,6 +58,7 @@ def _check(
     algorithm: str | None,
 ) -> None:
     misfits = Misfits()
+    check_algorithm(algorithm, misfits)
     for name, t in [("x", x), *((f"weight[{i}]", w) for i, w in enumerate(weights))]:
         if not isinstance(t, Tensor):
             misfits.add(f"{name} is a {type(t).__name__}; expected a torch.Tensor")
@@ -66,13 +69,21 @@ def _check(
         misfits.add(f"dim is {dim} of x with shape {list(x.shape)}; scaled products share rows: 0")
     if out_dtype not in OUT_DTYPES:
         misfits.add(f"out_dtype is {out_dtype}; expected one of {', '.join(map(str, OUT_DTYPES))}")
-    if x_scale is None or len(weight_scales) != len(weights) or None in weight_scales:
-        misfits.add(f"{FP8} operands need x_scale and a weight_scale for each weight")
+    scales = [x_scale, *weight_scales]
+    if len(weight_scales) != len(weights) or not all(isinstance(s, Tensor) for s in scales):
+        kinds = ", ".join(type(s).__name__ for s in scales)
+        misfits.add(
+            f"x_scale and weight_scale are {kinds}; {FP8} operands need a torch.Tensor for x and "
+            "one for each weight"
+        )
     misfits.raise_any()
     assert x_scale is not None
     _check_scale("x_scale", x_scale, [(*x.shape[:-1], 1), (prod(x.shape[:-1]),)], misfits)
     for w, b, s in zip(weights, biases, weight_scales, strict=True):
         assert s is not None
+        if b is not None and not isinstance(b, Tensor):
+            misfits.add(f"bias is a {type(b).__name__}; expected a torch.Tensor, or None")
+            continue
         check_linear(x.shape[-1], w, b, misfits, x_text=f"x has K = {x.shape[-1]}")
         _check_scale("weight_scale", s, [(w.shape[0],), (1, w.shape[0])], misfits)
     if x.device.type != "cuda" and not seat.is_interpreted(op, algorithm):
@@ -311,16 +322,74 @@ define(
 # --- what the public functions call
 
 
-def scaled(op: str, group: Any, tensors: Sequence[Any], *args: Any) -> Any:
-    """The op of that name with scales; `args` are its schema's.
+def _checked(op: str, *args: Any) -> None:
+    """`_check` of the arguments of a schema."""
+    if op == "all_gather_matmul":
+        x, weights, biases, biased, x_scale, scales, group, _, out_dtype, algorithm = args
+        spread = _spread(len(weights), biases, biased)
+    else:
+        x, weight, bias, x_scale, scale, group, *_, out_dtype, algorithm = args
+        weights, spread, scales = [weight], [bias], [scale]
+    seat = seat_of(group)
+    _check(seat, op, x, weights, spread, x_scale, scales, 0, out_dtype, algorithm)
 
-    `tensors`, those of the call, are looked at first: what is none cannot even reach the op, and
-    the other ranks would not hear of it.
+
+_OPERATIONS = {
+    op: Operation(f"{op}_scaled", run, partial(_checked, op), shown=op)
+    for op, run in (
+        ("all_gather_matmul", _run_all_gather),
+        ("matmul_reduce_scatter", _run_reduce_scatter),
+        ("matmul_all_reduce", _run_all_reduce),
+    )
+}
+
+
+def scaled(
+    op: str,
+    group: Any,
+    without: dict[str, Any],
+    first: Callable[[Any], tuple[Any, ...]],
+    out_dtype: "torch.dtype | None",
+    algorithm: str | None,
+    dim: int = 0,
+) -> Any:
+    """The op of that name with scales; `first` gives what its schema has before out_dtype.
+
+    `without`: arguments that do not go together with scales, where they are given. `dim`: of x,
+    that is gathered or scattered.
     """
-    if not torch.compiler.is_compiling() and not all(isinstance(t, Tensor) for t in tensors):
-        kinds = ", ".join(type(t).__name__ for t in tensors)
-        error = InvalidArgument(
-            f"x, weight, x_scale and weight_scale are {kinds}; {FP8} operands need tensors for each"
+
+    def prepare(at: Any) -> tuple[Any, ...]:
+        names = [name for name, value in without.items() if value is not None]
+        if names:
+            raise InvalidArgument(f"with scales or out_dtype there is no {', '.join(names)}")
+        given = first(at)
+        if isinstance(given[0], Tensor) and dim not in (0, -given[0].dim()):
+            given = _brought_first(given, dim, 4 if op == "all_gather_matmul" else 3)
+        return (*given, out_dtype or torch.bfloat16, algorithm)
+
+    results = invoke(_OPERATIONS[op], group, prepare)
+    if isinstance(results, Tensor):
+        return _put_back(results, dim)
+    return [_put_back(y, dim) for y in results]
+
+
+def _brought_first(given: tuple[Any, ...], dim: Any, at_scale: int) -> tuple[Any, ...]:
+    """The arguments with `dim` of x, and of the scales of its rows, moved to the front."""
+    x, scale = given[0], given[at_scale]
+    last = x.dim() - 1
+    fits = isinstance(dim, int) and not isinstance(dim, bool)
+    if not fits or not -last - 1 <= dim < last or dim == -1:
+        raise InvalidArgument(
+            f"dim is {dim!r} of x with shape {list(x.shape)}; scaled products share rows: expected "
+            f"0 to {last - 1}"
         )
-        raise seat_of(group).refused(op, error)
-    return library_op(f"{op}_scaled")(*args)
+    moved = list(given)
+    moved[0] = x.movedim(dim, 0)
+    if isinstance(scale, Tensor) and scale.numel() > 1 and scale.numel() * x.shape[-1] == x.numel():
+        moved[at_scale] = scale.reshape(*x.shape[:-1], 1).movedim(dim, 0)
+    return tuple(moved)
+
+
+def _put_back(y: Tensor, dim: int) -> Tensor:
+    return y if dim in (0, -y.dim()) else y.movedim(0, dim).contiguous()

@@ -80,7 +80,8 @@ def autocast_is_a_cast(rank):
         with torch.no_grad():
             ops.matmul_all_reduce(x, weight, group, out=out)
     assert weight.grad is None
-    assert torch.equal(buffer, x.to(BF16).float().sum(0).to(BF16).float().expand(5, 3))
+    summed = x.to(BF16).float().sum(0)  # of 16-bit factors, but never rounded to 16 bits
+    assert torch.equal(buffer, summed.expand(5, 3))
     assert torch.equal(out, ops.matmul_all_reduce(x.to(BF16), weight.detach().to(BF16), group))
 
 

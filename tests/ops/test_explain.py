@@ -12,6 +12,7 @@ from pyparallel.errors import InvalidArgument
 from pyparallel.ops import explain
 from pyparallel.ops.choosing import algorithms
 from pyparallel.ops.model import OPS
+from pyparallel.ops.rule import Point, save
 from tests.launch import run_ranks
 
 GATHER, SCATTER, REDUCE = OPS
@@ -78,6 +79,33 @@ def test_a_small_shape_says_that_the_overhead_is_not_worth_it():
     times = {t.algorithm: t.us for t in found.timings}
     assert times["push"] > times["plain"]
     assert "nothing is faster by more than noise" in found.choice.reason
+
+
+def test_the_table_has_what_the_choice_was_made_by(tmp_path, monkeypatch):
+    """Near a measured shape its times are shown, and no predicted ones that might say otherwise."""
+    path = tmp_path / "rule.json"
+    monkeypatch.setenv("PYPARALLEL_RULE", str(path))
+    times = [{"plain": 100.0, "symmetric": 60.0}, {"plain": 50.0, "symmetric": 45.0}]
+    points = [Point(REDUCE, "cpu", "fp32", 2, 64, 512, k, us)
+              for k, us in zip((256, 2048), times, strict=True)]  # fmt: skip
+    save(points, path)
+    near = explain(REDUCE, ((80, 256), (512, 256)), 2)
+    assert near.choice.algorithm == "symmetric"
+    shown = {t.algorithm: (t.us and round(t.us, 3), t.basis) for t in near.timings}
+    assert shown == {
+        "plain": (70.711, "nearby"),
+        "symmetric": (51.962, "nearby"),
+        "chunked": (None, "not measured with the others"),
+    }
+    exact = explain(REDUCE, ((64, 256), (512, 256)), 2)
+    assert {(t.us, t.basis) for t in exact.timings} >= {(100.0, "measured"), (60.0, "measured")}
+    assert "would be faster here" not in str(exact)
+    # Faster at one size of a part, slower at another: not taken, and both are said.
+    save([Point(REDUCE, "cpu", "fp32", 2, 64, 512, 2048, {"plain": 50.0, "symmetric": 60.0})], path)
+    found = explain(REDUCE, ((64, 256), (512, 256)), 2)
+    assert found.choice.algorithm == "plain"
+    assert "but 1.20 of plain's time at one of the sizes of a part" in found.choice.reason
+    assert "symmetric would be faster here; what is taken holds for every part" in str(found)
 
 
 def test_tensors_bring_their_dtype_and_device():

@@ -1,5 +1,8 @@
 """Calibration: how times are taken, with calls that sleep; what it asks for; then the command."""
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -90,8 +93,11 @@ def test_the_command_writes_a_file_that_is_then_in_use(tmp_path, monkeypatch, ca
     monkeypatch.setenv("PYPARALLEL_RULE", str(path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = ["--dtype", "fp32", "--op", "matmul_all_reduce", "--seconds", "1.5"]
+    monkeypatch.setattr(calibrate, "_load", lambda: 0.5)
     assert calibrate.main(words) == 0, capfd.readouterr().err
-    assert f"written to {path}" in capfd.readouterr().out
+    said = capfd.readouterr()
+    assert f"written to {path}" in said.out
+    assert "other programs take 50% of the cores" in said.err
     found, why = load(path)
     assert found is not None, why
     assert found.points
@@ -101,8 +107,25 @@ def test_the_command_writes_a_file_that_is_then_in_use(tmp_path, monkeypatch, ca
     assert path.stat().st_mode & 0o777 == 0o600
     # A rank that fails ends the command: here it finds no memory to share.
     monkeypatch.setenv("PYPARALLEL_SHM_DIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(calibrate, "_load", lambda: 0.0)
     assert calibrate.main(words) == 1
-    assert "failed" in capfd.readouterr().err
+    said = capfd.readouterr()
+    assert "failed" in said.err
+    assert "other programs" not in said.err
+
+
+def test_a_busy_core_is_seen():
+    ends = time.monotonic() + 20
+    program = f"import time\nwhile time.monotonic() < {ends}: pass"
+    loop = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        cores = len(os.sched_getaffinity(0))
+        while (share := calibrate._load(0.2)) < 0.5 / cores:
+            assert time.monotonic() < ends, share
+    finally:
+        loop.kill()
+        loop.wait()
+    assert share <= 1
 
 
 def test_a_folder_that_cannot_be_is_told_before_anything_starts(tmp_path, monkeypatch, capsys):

@@ -83,6 +83,43 @@ def check(rank, group, number, m, n, k, dtype):
     return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in found]
 
 
+def check_scaled_dims(ops, group, xs, ws, bias, scales, columns, p):
+    """`p` is all_gather_matmul of xs[0], cut by rows, with the first bias."""
+    from pyparallel.ops.groups import seat_of
+
+    world, me = seat_of(group).world_size, seat_of(group).rank
+    own, n, k = slice(3 * me, 3 * me + 3), ws[0].shape[0], ws[0].shape[1]
+    mine = {"x_scale": scales[me], "weight_scale": columns[me], "out_dtype": torch.float32}
+
+    # Another dim is brought to the front and back, the scales of rows with it: bit for bit.
+    def turned(t):
+        return t.view(3, world, -1).transpose(0, 1)
+
+    rows = mine | {"x_scale": turned(scales[me])}
+    turned_z = ops.matmul_reduce_scatter(
+        turned(xs[me]), ws[me], group, -2, bias, [3] + [0] * (world - 1), algorithm="push", **rows
+    )
+    flat = ops.matmul_reduce_scatter(
+        xs[me], ws[me], group, 0, bias, [3 * world] + [0] * (world - 1), algorithm="push", **mine
+    )
+    assert turned_z.shape == (world, 3 if me == 0 else 0, n)
+    if me == 0:
+        assert torch.equal(turned_z, turned(flat))
+    whole_p = ops.all_gather_matmul(
+        xs[0][own].view(1, 3, k),
+        ws[me],
+        group,
+        1,
+        algorithm="pull",
+        x_scale=scales[0][own].view(1, 3, 1),
+        weight_scale=columns[me],
+        out_dtype=torch.float32,
+    )
+    assert torch.equal(whole_p[0] + bias, p)
+    with pytest.raises(ValueError, match=r"dim is 1 of x .* share rows: expected 0 to 0"):
+        ops.matmul_reduce_scatter(xs[me], ws[me], group, 1, **mine)
+
+
 def check_scaled(rank, group, by_row):
     """float8_e4m3fn with scales, of the whole or by row; a rank's rows have scales of their own."""
     from pyparallel import ops
@@ -130,6 +167,9 @@ def check_scaled(rank, group, by_row):
     p_ref, p_limit = product(xs[0], ws[me], scales[0], columns[me])
     p_ref = p_ref + bias.double()
     assert_within(p, p_ref, p_limit + 4 * eps * (p_ref.abs() + bias.abs().double()), "fp8 pull")
+
+    if by_row:
+        check_scaled_dims(ops, group, xs, ws, bias, scales, columns, p)
     name = ops.group_name(group)
     torch.library.opcheck(
         torch.ops.pyparallel.matmul_all_reduce_scaled.default,
@@ -172,9 +212,48 @@ def interpreted(rank):
     return bits
 
 
+def captured(rank):
+    """Under graph capture (a stand-in says so) a workspace is used, never made or made larger."""
+    from pyparallel import ops
+    from pyparallel.ops import device_path
+    from tests.ops.seats import make_groups
+
+    (group,) = make_groups(rank, ("communicator",)).values()
+    (x,) = draw(rank.rank, [(600, 8)], torch.float32)
+    (w,) = draw(5 + rank.rank, [(8, 8)], torch.float32)
+    calls = {
+        "matmul_all_reduce": lambda x: ops.matmul_all_reduce(x, w, group, algorithm="one_shot"),
+        "matmul_reduce_scatter": lambda x: ops.matmul_reduce_scatter(x, w, group, algorithm="push"),
+        "all_gather_matmul": lambda x: ops.all_gather_matmul(x, w, group, algorithm="pull"),
+    }
+    really = device_path.is_capturing
+    for name, call in calls.items():
+        refused = rf"{name} #\d+.*no workspace can be made: this call needs \d+ bytes, there are "
+        for rows, before in ((2, "0;"), (600, r"[1-9]\d*;")):
+            # Rank 1 alone captures; the others hear of it, and wait for nobody.
+            device_path.is_capturing = (lambda device: True) if rank.rank == 1 else really
+            text = refused + before + ".*before the capture" if rank.rank == 1 else "no workspace"
+            try:
+                with pytest.raises(ValueError, match=text):
+                    call(x[:rows])
+            finally:
+                device_path.is_capturing = really
+            if rows == 2:
+                expected = call(x[:rows])
+                device_path.is_capturing = lambda device: True
+                try:
+                    assert torch.equal(call(x[:rows]), expected)
+                finally:
+                    device_path.is_capturing = really
+
+
+def test_no_workspace_is_made_under_capture():
+    run_ranks(captured, 2, env={"TRITON_INTERPRET": "1"})
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_ops_by_kernels(world):
-    bits = run_ranks(interpreted, world, env={"TRITON_INTERPRET": "1"})
+    bits = run_ranks(interpreted, world, env={"TRITON_INTERPRET": "1"}, timeout=115)
     assert all(of_rank == bits[0] for of_rank in bits[1:]), "ranks differ in some bit"
 
 

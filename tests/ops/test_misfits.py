@@ -82,7 +82,7 @@ def wrong_on_one(ops):
         "one scale only": (
             lambda g: ops.matmul_reduce_scatter(x(6, 4), x(5, 4), g),
             lambda g: ops.matmul_reduce_scatter(fp8(6, 4), fp8(5, 4), g, x_scale=torch.ones(1)),
-            r"x, weight, x_scale and weight_scale are Tensor, Tensor, Tensor, NoneType",
+            r"x_scale and weight_scale are Tensor, NoneType; torch.float8_e4m3fn operands need",
         ),
         "scales and out": (
             lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g),
@@ -183,6 +183,75 @@ def different(ops):
             r"all_reduce sum of x \[6, 4\].*rank 1: all_reduce max of x \[4, 6\]",
         ),
     }
+
+
+# name -> (arguments by name that work, without the group; a word that each misfit's text has)
+def typed():
+    one = {"x": x(6, 4), "weight": x(5, 4)}
+    scales = {"x_scale": None, "weight_scale": None, "out_dtype": None}
+    options = {"bias": None, "out": None, "algorithm": None, "main_grad": None, **scales}
+    norm = {"residual": x(6, 5), "norm_weight": x(5), "eps": 1e-5}
+    gathered = {"gather_dim": 0, "return_gathered": False, "save_gathered": True}
+    shards = {"x": x(6, 4), "dim": 0, "shard_sizes": None}
+    sums = {"x": x(6, 4), "op": "sum"}
+    normed = {"x": x(6, 4), "residual": x(6, 4), "weight": x(4), "eps": 1e-5}
+    return {
+        "all_gather_matmul": {**one, **options, **gathered, "shard_sizes": None},
+        "matmul_reduce_scatter": {**one, **options, "scatter_dim": 0, "shard_sizes": None},
+        "matmul_all_reduce": {**one, **options},
+        "matmul_all_reduce_rms_norm": {**one, **norm, "bias": None, "algorithm": None},
+        "all_reduce_rms_norm": normed,
+        "all_reduce_rms_norm_": normed,
+        "all_gather": shards,
+        "gather": shards,
+        "reduce_scatter": shards,
+        "split": shards,
+        "all_reduce": sums,
+        "all_reduce_": sums,
+        "replicate": {"x": x(6, 4)},
+    }
+
+
+# Of no kind that any argument takes, and as little a size, a dim, a flag or the name of anything;
+# and whether the tensors require a gradient, which goes through torch's dispatcher.
+NONSENSE = ((77, True), ("nonsense", False), (object(), True), ([3.5], False))
+
+
+def wrong_types(rank):
+    from pyparallel import ops
+
+    (group,) = make_groups(rank, ("communicator",)).values()
+    world, silent = rank.world_size, []
+    for name, right in typed().items():
+        op = getattr(ops, name)
+        for argument in right:
+            for value, grad in NONSENSE:
+                if argument == "eps" and isinstance(value, int):
+                    continue  # a number is a number
+                given = {
+                    k: v.clone().requires_grad_(grad) if isinstance(v, torch.Tensor) else v
+                    for k, v in right.items()
+                }
+                try:
+                    with torch.set_grad_enabled(not name.endswith("_")):
+                        if rank.rank == 1:
+                            op(**{**given, argument: value}, group=group)
+                        else:
+                            op(**given, group=group)
+                            ops.all_reduce(torch.zeros(3), group)  # after what sends nothing
+                except (TypeError, ValueError) as error:
+                    if name not in str(error):
+                        silent.append((name, argument, value, grad, str(error)))
+                else:
+                    silent.append((name, argument, value, grad))
+    total = ops.all_reduce(torch.full((3,), rank.rank + 1.0), group)
+    assert total.tolist() == [sum(range(1, world + 1))] * 3
+    return silent
+
+
+def test_an_argument_of_another_type_on_one_rank():
+    for rank, silent in enumerate(run_ranks(wrong_types, 2)):
+        assert not silent, (rank, len(silent), silent[:3])
 
 
 def g_size(group):
