@@ -11,6 +11,7 @@ from pyparallel.pipeline.norm import clip_gradient_norm_, gradient_norm
 from pyparallel.pipeline.partition import Partition, TiedParameter, partition_model
 from pyparallel.pipeline.parts import Part
 from pyparallel.pipeline.profiling import StepProfile, profile
+from pyparallel.pipeline.recompute import recompute
 from pyparallel.pipeline.tied import sum_tied_gradients
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "parameters_on_meta",
     "partition_model",
     "profile",
+    "recompute",
     "sum_tied_gradients",
 ]

@@ -8,13 +8,12 @@ masks, positions and whatever else a model prepares for its layers stay the mode
 parameters keep their names.
 """
 
-import copy
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from pyparallel.pipeline.parts import Part, part
+from pyparallel.pipeline.parts import Part, part, shallow
 
 __all__ = ["CausalLM", "CausalLMStage"]
 
@@ -99,7 +98,7 @@ class CausalLM:
         parameters."""
         kinds = [entry.kind for entry in self.parts()]
         has = set(kinds[first:last])
-        model, body = _shallow(self.model), _shallow(self.body)
+        model, body = shallow(self.model), shallow(self.body)
         model._modules[self.prefix] = body
         layers = cast(nn.ModuleList, dict(self.body.named_children())[self.layers])
         own = nn.ModuleList()
@@ -151,10 +150,3 @@ class CausalLMStage(nn.Module):
             entry = {"input_ids" if "E" in self._has else "inputs_embeds": value}
             value = body(**entry, **keywords, use_cache=False).last_hidden_state
         return cast(Tensor, getattr(self, self._head)(value)) if "L" in self._has else value
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    """The module with a list of children of its own; parameters and children are shared."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin

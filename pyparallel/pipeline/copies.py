@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pyparallel.pipeline.packets import as_bytes
 
-__all__ = ["sum_copies"]
+__all__ = ["sum_between", "sum_copies"]
 
 
 def sum_copies(module: nn.Module, holders: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -23,7 +23,16 @@ def sum_copies(module: nn.Module, holders: Sequence[int], group: dist.ProcessGro
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    mine = [p.grad for p in parameters if p.grad is not None]
+    sum_between([p.grad for p in parameters if p.grad is not None], holders, group)
+
+
+def sum_between(mine: list[Tensor], holders: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Sums tensors in place over some ranks of a group, in rank order: the same bits on all.
+
+    Args:
+        mine: of the same shapes and dtypes on all holders.
+        holders: ascending, this rank among them; each calls this, and no other rank.
+    """
     others = {
         rank: [torch.empty(g.shape, dtype=g.dtype, device=g.device) for g in mine]
         for rank in holders

@@ -8,7 +8,7 @@ It decides nothing: every rank does what its row of the plan says, in that order
 """
 
 import struct
-import time
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyparallel.pipeline.agreement import Agreement, GroupAgreement, Ours, PipelineError
+from pyparallel.pipeline.clock import clock_of
 from pyparallel.pipeline.copies import sum_copies
+from pyparallel.pipeline.dry_run import DryRun, MisfitError
+from pyparallel.pipeline.packets import Shape, from_wire, to_wire
 from pyparallel.pipeline.plans import Plans
 from pyparallel.pipeline.requests import Request, factors_digest, prepare
 from pyparallel.pipeline.row import Job, Measured, Row
@@ -38,17 +41,17 @@ class StepResult:
             None without a loss_fn.
         losses: microbatch -> its own loss, detached, where this process has the last stage.
         outputs: microbatch -> what the last stage gave, of `evaluate`, where it is held.
-        measured: per row that runs in this process, its passes and their times.
-        meetings: what issuing each batch of messages took, in seconds.
-        seconds: from when all ranks had agreed on the step until this process had ended its rows.
+        measured: per row that runs in this process, its actions in order and their times, in
+            seconds of this process's clock (on CUDA: of the stream that they ran on).
+        span: from when all ranks had agreed on the step until this process had ended its rows, by
+            the same clock. REDUCE of copies, and STEP, come later.
     """
 
     loss: float | None
     losses: dict[int, Tensor]
     outputs: dict[int, Any]
     measured: dict[int, list[Measured]]
-    meetings: list[float]
-    seconds: float
+    span: tuple[float, float]
 
 
 class PipelineExecutor:
@@ -61,6 +64,9 @@ class PipelineExecutor:
             element: what a microbatch contributes.
         group: the pipeline: its rank r does row r. None: all rows run in this process.
         device: where tensors from other ranks are to be.
+        dry_run: before microbatches of a new kind run (the first 16), each stage is tried on
+            tensors without numbers, and a stage that does not take what it would be given is
+            refused on all ranks (dry_run.py says what cannot be known). False: the run will tell.
         fixed_shapes: microbatches whose inputs have the same shapes have the same shapes between
             all stages; so a description of them travels once for each. False: with every message.
         reduce: (stage number) is called for each REDUCE of a plan: the reduction over replicas.
@@ -81,6 +87,7 @@ class PipelineExecutor:
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
+        dry_run: bool = True,
         fixed_shapes: bool = True,
         reduce: Callable[[int], None] | None = None,
         optimizer_step: Callable[[int], None] | None = None,
@@ -94,6 +101,10 @@ class PipelineExecutor:
         self._plans = Plans()
         self._workers = {number: Stage(module, None) for number, module in stages.items()}
         where = torch.device(device)
+        self._clock = clock_of(where)
+        self._device = where
+        self._dry_run = DryRun() if dry_run else None
+        self._tried: set[tuple[int, bool]] = set()
         self._transport: GroupTransport | LocalTransport = LocalTransport()
         self.agreement: Agreement = Ours()
         if group is not None:
@@ -152,22 +163,29 @@ class PipelineExecutor:
         job, units = self._agree(plan, request)
         with_loss = request.training or request.targets is not None
         for number, worker in self._workers.items():
-            worker.clear()
+            here = self._ranks(plan)
+            passing = sum(plan.placement[number, m] in here for m in range(plan.microbatches))
+            worker.begin(passing, request.training)
             last = number == job.plan.stages - 1
             worker.loss = self._loss if last and with_loss else None
         rows = [
-            Row(rank, job, self._workers, self._transport.meet, self._reduce)
+            Row(rank, job, self._workers, self._clock, self._transport.meet, self._reduce)
             for rank in self._ranks(plan)
         ]
-        begin = time.perf_counter()
+        begin = self._clock.stamp()
         _together([row.run(units[row.rank]) for row in rows])
         self._transport.finish()
-        seconds = time.perf_counter() - begin
+        end = self._clock.stamp()
         loss = self._all_ended(job, rows)
         self._at_end(job, rows)
-        measured = {row.rank: row.measured for row in rows}
-        meetings = [one for row in rows for one in row.meetings]
-        return StepResult(loss, job.losses, job.outputs, measured, meetings, seconds)
+        self._clock.settle()
+        seconds = self._clock.seconds
+        measured = {
+            row.rank: [Measured(one.actions, *map(seconds, one[1:])) for one in row.measured]
+            for row in rows
+        }
+        span = (seconds(begin), seconds(end))
+        return StepResult(loss, job.losses, job.outputs, measured, span)
 
     def _ranks(self, plan: Schedule) -> Sequence[int]:
         return range(plan.ranks) if self.group is None else [self.group.rank()]
@@ -180,7 +198,9 @@ class PipelineExecutor:
         try:
             ready = self._plans.ready(plan, request.training)
             self._check_places(plan)
-            job = prepare(request, ready.plan, self._ranks(plan), self._loss is not None)
+            if ready.halves:
+                self._check_compiled(plan)
+            job = prepare(request, ready.plan, self._ranks(plan), self._loss)
             kinds = {kind for kind in job.kinds if kind}
             own = [0, ready.digest, int(request.training), factors_digest(job)]
             own.append(0 if not kinds else kinds.pop() if len(kinds) == 1 else -1)
@@ -203,7 +223,53 @@ class PipelineExecutor:
         else:  # each microbatch enters on one rank: there it is not 0
             per_rank = self.agreement.numbers(job.kinds)
             job.kinds = [max(kinds) for kinds in zip(*per_rank, strict=True)]
+        if self._dry_run is not None:
+            self._try_new_kinds(job, self._dry_run)
         return job, ready.units
+
+    def _try_new_kinds(self, job: Job, dry_run: DryRun) -> None:
+        """Refuses stages that do not take what the stage before gives."""
+        for microbatch, number in enumerate(job.kinds):
+            kind = (number, job.training)
+            if kind in self._tried or len(self._tried) >= _MOST_TRIED:
+                continue
+            self._tried.add(kind)
+            try:
+                self._try(job, microbatch, dry_run)
+            except ValueError:
+                self._tried.discard(kind)
+                raise
+
+    def _try(self, job: Job, microbatch: int, dry_run: DryRun) -> None:
+        """One stage after the other, as long as each knows what it is given. Collective."""
+        here, plan = self._ranks(job.plan), job.plan
+        shape: Shape | None = None
+        for stage in range(plan.stages):
+            place = plan.placement[stage, microbatch]
+            text = ""
+            if place in here:
+                if stage == 0:
+                    shape = job.inputs[microbatch].shape
+                assert shape is not None
+                given = job.keywords.get(microbatch, {})
+                module = self.stages[stage]
+                try:
+                    found = dry_run.stage(module, shape, given, self._device, job.training)
+                    text = "" if found is None else f"+{to_wire(found).decode()}"
+                except MisfitError as error:
+                    source = f"what stage {stage - 1} gives" if stage else "what it is given"
+                    text = (
+                        f"{plan.name}: stage {stage} on rank {place} does not take {source}, "
+                        f"{shape} (microbatch {microbatch}): {error}; nothing has run. If a real "
+                        "step would do better than one on tensors without numbers, pass "
+                        "dry_run=False"
+                    )
+            told = self.agreement.texts(text)[0 if self.group is None else place]
+            if not told:
+                return
+            if not told.startswith("+"):
+                raise ValueError(told)
+            shape = from_wire(told[1:].encode())
 
     def _check_places(self, plan: Schedule) -> None:
         wanted = sorted({stage for rank in self._ranks(plan) for stage in plan.held[rank]})
@@ -214,6 +280,21 @@ class PipelineExecutor:
             misfits.append(f"stages here are {sorted(self.stages)}, in the plan {wanted}")
         if misfits:
             raise ValueError(f"{plan.name}: {'; '.join(misfits)}")
+
+    def _check_compiled(self, plan: Schedule) -> None:
+        """A compiled backward is one piece: with donated buffers it can run once only."""
+        config = sys.modules.get("torch._functorch.config")
+        if not getattr(config, "donated_buffer", False):
+            return
+        # Stage 0 has no input half.
+        compiled = [n for n, module in self.stages.items() if n and _is_compiled(module)]
+        if compiled:
+            raise ValueError(
+                f"{plan.name} has backwards in halves, and stages {compiled} are compiled: their "
+                "backward is one piece, which may run once only. Take a schedule with whole "
+                "backwards (1f1b, interleaved-1f1b), or set torch._functorch.config.donated_buffer "
+                "= False before the first step; the piece then runs in both halves"
+            )
 
     def _all_ended(self, job: Job, rows: list[Row]) -> float | None:
         """The loss, once all ranks have ended well."""
@@ -245,8 +326,8 @@ class PipelineExecutor:
 
     def _at_end(self, job: Job, rows: list[Row]) -> None:
         """Reductions of copies, then optimizer steps: of each stage here once."""
-        actions = {(a.kind, a.stage): a for row in rows for a in row.at_end}
-        for (kind, stage), _ in sorted(actions.items(), key=lambda item: item[0][1]):
+        actions = dict.fromkeys((a.kind, a.stage) for row in rows for a in row.at_end)
+        for kind, stage in sorted(actions, key=lambda item: item[1]):
             if kind is not Kind.REDUCE:
                 continue
             if self.group is not None:
@@ -259,6 +340,14 @@ class PipelineExecutor:
                 self._optimizer_step(stage)
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    """By torch.compile(module) or module.compile(), it or a part of it."""
+    return any(
+        hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
+        for inner in module.modules()
+    )
+
+
 def _together(running: "list[Iterator[None]]") -> None:
     """Rows of one process in turn, each as far as it comes."""
     while running:
@@ -266,3 +355,4 @@ def _together(running: "list[Iterator[None]]") -> None:
 
 
 _ENDED = object()
+_MOST_TRIED = 16

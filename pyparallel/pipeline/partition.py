@@ -12,6 +12,7 @@ from torch import nn
 
 from pyparallel.pipeline.balance import balance, check_counts, counts_of_layout
 from pyparallel.pipeline.causal_lm import CausalLM
+from pyparallel.pipeline.decoder import Decoder
 from pyparallel.pipeline.parts import Part
 from pyparallel.pipeline.sequential import SequentialModel
 from pyparallel.pipeline.traced import TracedModel
@@ -47,7 +48,7 @@ class Partition:
     parts: tuple[Part, ...]
     counts: tuple[int, ...]
     tied: tuple[TiedParameter, ...]
-    structure: SequentialModel | CausalLM | TracedModel
+    structure: SequentialModel | CausalLM | Decoder | TracedModel
 
     @property
     def stages(self) -> int:
@@ -92,7 +93,8 @@ def partition_model(
     """Cuts a model into stages. Nothing is copied or moved; parameters may be on meta.
 
     Args:
-        model: an `nn.Sequential`; a causal language model of transformers (causal_lm.py); with
+        model: an `nn.Sequential`; a causal language model of transformers (causal_lm.py); a model
+            of an embedding, a list of layers, a norm and an output layer (decoder.py); with
             split_points, any model that torch.fx can trace, or an `fx.GraphModule` (traced.py).
         stages: how many, when they are balanced.
         by: "parameters", "flops", or one number per part (measured times).
@@ -107,13 +109,15 @@ def partition_model(
         ValueError: a model of another structure, more stages than parts, counts or a layout that do
             not take every part once, or no cut within the cap.
     """
-    structure: SequentialModel | CausalLM | TracedModel
+    structure: SequentialModel | CausalLM | Decoder | TracedModel
     if split_points is not None:
         structure = TracedModel(model, split_points)
     elif isinstance(model, nn.Sequential):
         structure = SequentialModel(model)
-    else:
+    elif getattr(model, "base_model_prefix", ""):
         structure = CausalLM(model)
+    else:
+        structure = Decoder(model)
     parts = tuple(structure.parts())
     given = [name for name, value in (("counts", counts), ("layout", layout)) if value is not None]
     if len(given) + (stages is not None) != 1:

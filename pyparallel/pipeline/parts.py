@@ -1,11 +1,12 @@
 """What a model is cut into: parts, in the order in which data passes them."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["Part", "part"]
+__all__ = ["Part", "part", "shallow"]
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,10 @@ def part(kind: str, modules: Mapping[str, nn.Module]) -> Part:
         flops,
         sum(p.numel() * p.element_size() for p in distinct.values()),
     )
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """The module with a list of children of its own; parameters and children are shared."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin

@@ -21,11 +21,13 @@ class Ready:
         plan: what runs: the plan as given, or its forward passes.
         units: per rank, what it issues together.
         digest: equal plans have equal ones.
+        halves: it has backwards in halves.
     """
 
     plan: Schedule
     units: tuple[tuple[Unit, ...], ...]
     digest: int
+    halves: bool
 
 
 class Plans:
@@ -67,7 +69,8 @@ def _prove(plan: Schedule, training: bool) -> Ready:
     runs = plan if training else _forward_only(plan)
     text = repr((runs.rows, runs.stages, runs.microbatches, runs.held))
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-    return Ready(runs, units(runs), int.from_bytes(digest, "little"))
+    halves = any(a.kind is Kind.BACKWARD_INPUT for row in runs.rows for a in row)
+    return Ready(runs, units(runs), int.from_bytes(digest, "little"), halves)
 
 
 def _forward_only(plan: Schedule) -> Schedule:

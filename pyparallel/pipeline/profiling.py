@@ -2,16 +2,14 @@
 the step."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyparallel.pipeline.executor import PipelineExecutor, StepResult
-from pyparallel.schedule import Costs, Kind, Schedule, simulate
+from pyparallel.pipeline.timeline import clock_offsets, own_times, step_times
+from pyparallel.schedule import Costs, Schedule, simulate
 
 __all__ = ["StepProfile", "profile"]
-
-_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_MISSING = -1
 
 
 @dataclass(frozen=True)
@@ -20,28 +18,33 @@ class StepProfile:
 
     Attributes:
         plan: what ran.
-        costs: medians, in seconds, per stage; for `simulate`, `auto_schedule` and
-            `partition_model(by=...)`. Where only whole backwards ran, each half is taken as half
-            of one; `latency` is what it takes a rank to issue a message.
-        step_time: median of the steps, of the slowest rank each.
+        costs: of the step that took the median time, in seconds: means over its microbatches, per
+            stage; for `simulate`, `auto_schedule` and `partition_model(by=...)`. Where only whole
+            backwards ran, each half is taken as half of one. `issue` is what a message keeps its
+            ranks' own threads busy, `latency` what it takes on its way, per boundary: how both are
+            found is in timeline.py.
+        step_time: of that step, of its slowest rank.
         simulated: the step time that the simulator makes of these costs.
+        ratios: simulated / measured of each step by its own costs.
     """
 
     plan: Schedule
     costs: Costs
     step_time: float
     simulated: float
+    ratios: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
-        """simulated / measured: below 1, time went elsewhere than into passes and their waits."""
-        return self.simulated / self.step_time
+        """simulated / measured, the median of the steps: below 1, time went elsewhere than into
+        passes, messages and their waits, or a stage's passes took very different times."""
+        return statistics.median(self.ratios)
 
     def __str__(self) -> str:
         return (
             f"{self.plan.name}, {self.plan.ranks} ranks, {self.plan.microbatches} microbatches: "
             f"step {self.step_time * 1e3:.2f} ms, simulated {self.simulated * 1e3:.2f} ms, "
-            f"simulated / measured {self.ratio:.2f}"
+            f"simulated / measured {self.ratio:.2f} (median of {len(self.ratios)} steps)"
         )
 
 
@@ -67,47 +70,17 @@ def profile(
     if steps < 1:
         raise ValueError(f"steps is {steps}: allowed are 1, 2, 3, ...")
     run()
-    results = [run() for _ in range(steps)]
-    own: dict[tuple[int, Kind], list[float]] = {}
-    for result in results:
-        for measured in result.measured.values():
-            for action, start, end in measured:
-                own.setdefault((action.stage, action.kind), []).append(end - start)
-    messages = [seconds for result in results for seconds in result.meetings]
-    row = [
-        _nanoseconds(own.get((stage, kind), [])) for kind in _KINDS for stage in range(plan.stages)
+    own = [own_times(plan, run()) for _ in range(steps)]
+    offsets = clock_offsets(executor.agreement)
+    every = executor.agreement.numbers([number for step in own for number in step])
+    length = len(own[0])
+    found = [
+        step_times(plan, [row[i * length : (i + 1) * length] for row in every], offsets)
+        for i in range(steps)
     ]
-    row.append(_nanoseconds(messages))
-    row += [round(result.seconds * 1e9) for result in results]
-    every = executor.agreement.numbers(row)
-    merged = [_merge(column) for column in zip(*every, strict=True)]
-    times = {kind: merged[i * plan.stages : (i + 1) * plan.stages] for i, kind in enumerate(_KINDS)}
-    costs = _costs(times, merged[len(_KINDS) * plan.stages])
-    slowest = [max(column) for column in zip(*every, strict=True)][-steps:]
-    step_time = statistics.median(slowest) / 1e9
-    return StepProfile(plan, costs, step_time, float(simulate(plan, costs).step_time))
-
-
-def _nanoseconds(seconds: list[float]) -> int:
-    return round(statistics.median(seconds) * 1e9) if seconds else _MISSING
-
-
-def _merge(column: tuple[int, ...]) -> float | None:
-    """In seconds, over the ranks that have it: the mean of their medians."""
-    there = [value for value in column if value != _MISSING]
-    return statistics.mean(there) / 1e9 if there else None
-
-
-def _costs(times: Mapping[Kind, list[float | None]], latency: float | None) -> Costs:
-    forward, whole, by_input, by_weight = (times[kind] for kind in _KINDS)
-    halves = [
-        (i or 0.0, w or 0.0) if i is not None or w is not None else ((b or 0.0) / 2,) * 2
-        for b, i, w in zip(whole, by_input, by_weight, strict=True)
-    ]
-    return Costs(
-        forward=[f or 0.0 for f in forward],
-        backward=[i + w if b is None else b for b, (i, w) in zip(whole, halves, strict=True)],
-        backward_input=[i for i, _ in halves],
-        backward_weight=[w for _, w in halves],
-        latency=latency or 0.0,
+    simulated = [float(simulate(plan, step.costs).step_time) for step in found]
+    ratios = [made / step.seconds for made, step in zip(simulated, found, strict=True)]
+    middle = sorted(range(steps), key=lambda i: found[i].seconds)[steps // 2]
+    return StepProfile(
+        plan, found[middle].costs, found[middle].seconds, simulated[middle], tuple(ratios)
     )

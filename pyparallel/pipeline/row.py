@@ -1,12 +1,12 @@
 """One rank's row of a schedule at work: for every kind of action a method, in the row's order."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pyparallel.pipeline.clock import Clock
 from pyparallel.pipeline.packets import Packet, Shape
 from pyparallel.pipeline.stage import Stage
 from pyparallel.schedule import Action, Kind, Schedule, Unit
@@ -30,11 +30,20 @@ class Key(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A pass and when it ran, in seconds of the rank's own clock."""
+    """Actions that ran as one and when: a pass, or the transfers of a meeting being issued.
 
-    action: Action
-    start: float
-    end: float
+    Attributes:
+        actions: one, or all of a meeting.
+        asked: when the rank began to wait for what they need, such as a message.
+        start, end: when they ran.
+
+    Times are stamps of the rank's clock while the step runs, and seconds in its result.
+    """
+
+    actions: tuple[Action, ...]
+    asked: Any
+    start: Any
+    end: Any
 
 
 @dataclass
@@ -67,6 +76,7 @@ class Row:
     learn of it at the end of the step.
 
     Args:
+        clock: what tells when actions run.
         meet: what carries out a meeting; it yields where it has to let other rows go on.
         reduce: (stage) is called for each REDUCE of a stage that no other rank holds.
     """
@@ -76,11 +86,13 @@ class Row:
         rank: int,
         job: Job,
         stages: Mapping[int, Stage],
+        clock: Clock,
         meet: "Callable[[Row, Unit], Iterator[None]]",
         reduce: Callable[[int], None] | None,
     ) -> None:
         self.rank, self.job, self.stages = rank, job, stages
         self._meet, self._reduce = meet, reduce
+        self._stamp = clock.stamp
         self.inbox: dict[Key, Callable[[], Any]] = {}  # called, it waits for the message
         self.outbox: dict[Key, Any] = {}
         self.shapes: dict[tuple[int, int], Shape] = {}  # (sending stage, microbatch) -> what went
@@ -88,12 +100,13 @@ class Row:
         self.where = ""
         self.failed = False
         self.measured: list[Measured] = []
-        self.meetings: list[float] = []  # seconds
         self.at_end: list[Action] = []
         plan = job.plan
         self._copied = {
             stage for stage in plan.held[rank] if sum(stage in held for held in plan.held) > 1
         }
+        # Stages whose wrapper reduces with a REDUCE, behind the messages that others wait for.
+        self._reducing = {a.stage for a in plan.rows[rank] if a.kind is Kind.REDUCE}
         self._methods: dict[Kind, Callable[[Action, Any], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -106,9 +119,9 @@ class Row:
     def run(self, units: tuple[Unit, ...]) -> Iterator[None]:
         for unit in units:
             if unit.partner is not None:
-                start = time.perf_counter()
+                start = self._stamp()
                 yield from self._meet(self, unit)
-                self.meetings.append(time.perf_counter() - start)
+                self.measured.append(Measured(unit.actions, start, start, self._stamp()))
             else:
                 for action in unit.actions:
                     self._do(action)
@@ -121,6 +134,7 @@ class Row:
 
     def _do(self, action: Action) -> None:
         given = None
+        asked = self._stamp()
         if action.kind is Kind.FORWARD or action.kind.is_backward:
             key = Key(action.kind.is_backward, action.stage, action.microbatch)
             wait = self.inbox.pop(key, None)
@@ -128,9 +142,9 @@ class Row:
         if self.failed:
             return
         try:
-            start = time.perf_counter()
+            start = self._stamp()
             self._methods[action.kind](action, given)
-            self.measured.append(Measured(action, start, time.perf_counter()))
+            self.measured.append(Measured((action,), asked, start, self._stamp()))
         except Exception as error:  # whatever a stage, a loss or a hook raises
             self.where = f"{action}{self._given(action, given)}"
             self.fail(error)
@@ -161,13 +175,20 @@ class Row:
     def _backward(self, action: Action, gradients: list[Tensor] | None) -> None:
         stage = self.stages[action.stage]
         self._hand_on(action, stage.backward(action.microbatch, gradients or []))
+        self._after_gradient(stage, action)
 
     def _backward_input(self, action: Action, gradients: list[Tensor] | None) -> None:
         stage = self.stages[action.stage]
         self._hand_on(action, stage.backward_input(action.microbatch, gradients or []))
 
     def _backward_weight(self, action: Action, _: Any) -> None:
-        self.stages[action.stage].backward_weight(action.microbatch)
+        stage = self.stages[action.stage]
+        stage.backward_weight(action.microbatch)
+        self._after_gradient(stage, action)
+
+    def _after_gradient(self, stage: Stage, action: Action) -> None:
+        if stage.complete and action.stage not in self._reducing:
+            stage.reduce()
 
     def _hand_on(self, action: Action, result: Any) -> None:
         """To the neighbouring stage where this rank holds it, else to where its send finds it."""
@@ -183,6 +204,7 @@ class Row:
 
     def _reduce_chunk(self, action: Action, _: Any) -> None:
         """Of copies the gradients are summed first, which waits for the end of all passes."""
+        self.stages[action.stage].reduce()
         if action.stage in self._copied:
             self.at_end.append(action)
         elif self._reduce is not None:

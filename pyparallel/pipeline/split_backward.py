@@ -15,9 +15,11 @@ half, whole; only adding it to `.grad` waits for the weight half.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from pyparallel.pipeline.engine import accumulate, gradients_of, python_nodes_last
+from pyparallel.pipeline.recompute import keep_recomputed
 
 __all__ = ["WeightHalf", "backward_input"]
 
@@ -32,8 +34,10 @@ class WeightHalf:
         late_roots: list[tuple[GradientEdge, Tensor]],
         late: list[Tensor] | None,
         early: list[tuple[Tensor, Tensor]],
+        held: Sequence[GradientEdge],
     ) -> None:
         self._joints, self._roots, self._late, self._early = joints, late_roots, late, early
+        self._held = held  # keeps the graph alive where joints do not
 
     def run(self) -> None:
         roots = list(self._roots)
@@ -42,10 +46,10 @@ class WeightHalf:
         self._joints.clear()
         if roots and self._late != []:
             edges, gradients = zip(*roots, strict=True)
-            torch.autograd.backward(edges, gradients, inputs=self._late)
+            accumulate(edges, gradients, self._late or ())
         for parameter, gradient in self._early:
-            torch.autograd.backward([get_gradient_edge(parameter)], [gradient])
-        self._roots, self._early = [], []
+            accumulate([get_gradient_edge(parameter)], [gradient])
+        self._roots, self._early, self._held = [], [], ()
 
 
 class _Joint:
@@ -68,9 +72,7 @@ class _Joint:
         if not given:
             return []
         outputs, values = zip(*given, strict=True)
-        found = torch.autograd.grad(
-            outputs, self.edges, values, retain_graph=True, allow_unused=True
-        )
+        found = gradients_of(self.edges, outputs, values)
         return [(e, g) for e, g in zip(self.edges, found, strict=True) if g is not None]
 
 
@@ -94,9 +96,8 @@ def backward_input(
         asked = [*inputs, *graph.early]
         found: tuple[Tensor | None, ...] = ()
         if asked and outputs:
-            found = torch.autograd.grad(
-                outputs, asked, gradients, retain_graph=True, allow_unused=True
-            )
+            with keep_recomputed():
+                found = gradients_of(asked, outputs, gradients)
     finally:
         for joint in joints:
             joint.close()
@@ -111,7 +112,8 @@ def backward_input(
         for edge, gradient in zip(outputs, gradients, strict=True)
         if edge.node not in graph.to_input
     ]
-    return own, WeightHalf(joints, late_roots, graph.late, early)
+    held = () if python_nodes_last() else tuple(outputs)
+    return own, WeightHalf(joints, late_roots, graph.late, early, held)
 
 
 class _Graph:

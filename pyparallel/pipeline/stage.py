@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pyparallel.pipeline.dry_run import call
+from pyparallel.pipeline.engine import accumulate
 from pyparallel.pipeline.packets import Packet, pack, unpack
 from pyparallel.pipeline.split_backward import WeightHalf, backward_input
+from pyparallel.pipeline.wrapped import wrapping_of
 
 __all__ = ["Loss", "Stage"]
 
@@ -55,8 +58,28 @@ class Stage:
 
     def __init__(self, module: nn.Module, loss: Loss | None) -> None:
         self.module, self.loss = module, loss
+        self._wrapping = wrapping_of(module)
+        self._left, self._reduced = 0, False
         self._kept: dict[int, _Kept] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
+
+    def begin(self, microbatches: int, training: bool) -> None:
+        """A step in which so many microbatches pass here."""
+        self.clear()
+        self._left = microbatches if training else 0
+        self._reduced = False
+        self._wrapping.begin(training)
+
+    def reduce(self) -> None:
+        """The wrapper's reduction over replicas, once the gradients are complete: once per step."""
+        if self.complete and not self._reduced:
+            self._reduced = True
+            self._wrapping.finish()
+
+    @property
+    def complete(self) -> bool:
+        """All microbatches' gradients are there."""
+        return self._left == 0
 
     def clear(self) -> None:
         """Forgets microbatches that a failure has left behind."""
@@ -76,13 +99,8 @@ class Stage:
                 tensor = _enter(tensor)
             tensors.append(tensor)
         value = unpack(packet.shape, tensors)
-        with torch.set_grad_enabled(training):
-            if isinstance(value, tuple):
-                result = self.module(*value, **keywords)
-            elif isinstance(value, dict):
-                result = self.module(**value, **keywords)
-            else:
-                result = self.module(value, **keywords)
+        with torch.set_grad_enabled(training), self._wrapping.passing():
+            result = call(self.module, value, keywords)
         if training:
             self._kept[microbatch] = _Kept(inputs, [], None)
         return result
@@ -118,7 +136,8 @@ class Stage:
         """The whole backward: weights' gradients are added, the inputs' given back."""
         kept = self._kept.pop(microbatch)
         if kept.outputs:
-            torch.autograd.backward(kept.outputs, kept.seeds or gradients)
+            accumulate(kept.outputs, kept.seeds or gradients)
+        self._left -= 1
         return [_or_zeros(tensor.grad, tensor) for tensor in kept.inputs]
 
     def backward_input(self, microbatch: int, gradients: list[Tensor]) -> list[Tensor]:
@@ -130,6 +149,7 @@ class Stage:
 
     def backward_weight(self, microbatch: int) -> None:
         self._weight_halves.pop(microbatch).run()
+        self._left -= 1
 
 
 def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from pyparallel.schedule import Action, Channel, Kind, Unit
 __all__ = ["GroupTransport", "LocalTransport"]
 
 _REMEMBERED = 256  # shapes per channel
-_SENDING = 8  # batches whose sends may be under way; the plan allows each to be waited for at once
+_SENDING = 8  # messages that may be under way; the plan allows each to be waited for at once
 _FAILED = -1
 _LONGEST = 1 << 24  # bytes of a description: more comes from no peer of ours
 
@@ -70,16 +70,20 @@ class GroupTransport:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, fixed_shapes: bool) -> None:
         self.group, self.device, self.fixed_shapes = group, device, fixed_shapes
+        # On CPU each message has a progress of its own: a batch would give nothing but its
+        # overhead. On CUDA a meeting is one kernel on the backend's own stream, which waits for the
+        # passes before it by an event; the passes go on meanwhile, and the one that needs the
+        # message makes their stream wait for it, not the host.
+        self.batched = device.type != "cpu"
         self._known: dict[Channel, dict[tuple[int, bool], Shape]] = {}
-        self._sending: list[tuple[_Pending, list[Tensor]]] = []
+        self._sending: list[tuple[_Pending, Tensor]] = []
 
     def meet(self, row: Row, unit: Unit) -> Iterator[None]:
         assert unit.partner is not None
         self._drop_sent()
         shapes = self._agree_on_shapes(row, unit, unit.partner)
         ops: list[tuple[bool, Tensor]] = []
-        arriving: list[tuple[Key, Shape | None, list[Tensor] | None]] = []
-        leaving: list[Tensor] = []
+        arriving: list[tuple[Key, Shape | None, list[Tensor] | None, slice]] = []
         for action in unit.actions:
             key, shape = Key.of(action), shapes[action]
             wanted = () if shape is None else shape.gradients if key.gradient else shape.tensors
@@ -87,17 +91,22 @@ class GroupTransport:
                 tensors = self._to_send(row, key, wanted)
             else:
                 tensors = [empty(one, self.device) for one in wanted]
-                arriving.append((key, shape, None if shape is None else tensors))
                 if shape is None:
                     row.fail(None)
+            first = len(ops)
             data = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
             ops += [(action.kind.is_send, one) for one in data]
-            leaving += data if action.kind.is_send else []
-        sends, receives = self._start(ops, unit.partner)
-        if leaving:
-            self._sending.append((sends, leaving))
-        for key, shape, received in arriving:
-            row.inbox[key] = _arrival(receives, key, shape, received)
+            if not action.kind.is_send:
+                its = slice(first, len(ops))
+                arriving.append((key, shape, None if shape is None else tensors, its))
+        under_way = self._start(ops, unit.partner)
+        self._sending += [
+            (pending, data)
+            for pending, (is_send, data) in zip(under_way, ops, strict=True)
+            if is_send
+        ]
+        for key, shape, received, its in arriving:
+            row.inbox[key] = _arrival(under_way[its], key, shape, received)
         return iter(())
 
     def finish(self) -> None:
@@ -205,10 +214,13 @@ class GroupTransport:
             )
             del row.outbox[Key.of(action)]
 
-    def _start(self, ops: list[tuple[bool, Tensor]], partner: int) -> "tuple[_Pending, _Pending]":
-        """One batch, and what to wait for: its sends, its receives."""
-        if not ops:
-            return _Pending([]), _Pending([])
+    def _start(self, ops: list[tuple[bool, Tensor]], partner: int) -> "list[_Pending]":
+        """What to wait for, message by message."""
+        if not ops or not self.batched:
+            return [
+                _Pending([(self.group.send if is_send else self.group.recv)([data], partner, 0)])
+                for is_send, data in ops
+            ]
         batch = [
             dist.P2POp(
                 dist.isend if is_send else dist.irecv, data, group=self.group, group_peer=partner
@@ -217,11 +229,8 @@ class GroupTransport:
         ]
         works = dist.batch_isend_irecv(batch)
         if len(works) != len(ops):  # a backend that makes one of all
-            whole = _Pending(works)
-            return whole, whole
-        sends = [work for work, (is_send, _) in zip(works, ops, strict=True) if is_send]
-        receives = [work for work, (is_send, _) in zip(works, ops, strict=True) if not is_send]
-        return _Pending(sends), _Pending(receives)
+            return [_Pending(works)] * len(ops)
+        return [_Pending([work]) for work in works]
 
     def _exchange(self, ops: list[tuple[bool, Tensor]], partner: int) -> None:
         for pending in self._start(ops, partner):
@@ -250,10 +259,11 @@ class _Pending:
 
 
 def _arrival(
-    pending: _Pending, key: Key, shape: Shape | None, tensors: list[Tensor] | None
+    messages: list[_Pending], key: Key, shape: Shape | None, tensors: list[Tensor] | None
 ) -> Callable[[], Any]:
     def wait() -> Any:
-        pending.wait()
+        for message in messages:
+            message.wait()
         if shape is None or tensors is None:
             return None
         return tensors if key.gradient else Packet(shape, tensors)

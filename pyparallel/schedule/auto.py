@@ -326,7 +326,11 @@ def _play(problem: _Problem, order: _Order) -> Schedule:
         if target < 0:
             continue
         owner = problem.at[target].rank
-        arrives = rank.free + (costs.hop[min(s, target)] if owner != r else 0)
+        arrives = rank.free
+        if owner != r:
+            rank.free += costs.issue
+            arrives = rank.free + costs.hop[min(s, target)]
+            heapq.heappush(events, (rank.free, r))
         waiting = ranks[owner].forwards if forward and not turns else ranks[owner].backwards
         waiting.append((arrives, target, j))
         heapq.heappush(events, (arrives, owner))

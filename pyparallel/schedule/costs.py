@@ -12,7 +12,9 @@ from pyparallel.schedule.errors import ScheduleError
 __all__ = ["Costs", "StageCosts"]
 
 PerStage = float | Sequence[float]
-_SINGLE = ("overlap", "latency", "bandwidth")  # the same for all stages
+_MOST = 1e100  # sums and shares of such figures are still finite
+_SINGLE = ("overlap", "issue", "bandwidth")  # the same for all stages
+_PER_BOUNDARY = ("latency", "message_bytes")
 
 
 class StageCosts(NamedTuple):
@@ -28,6 +30,7 @@ class StageCosts(NamedTuple):
     reduce: tuple[float, ...]
     step: tuple[float, ...]
     hop: tuple[float, ...]
+    issue: float
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,10 @@ class Costs:
         overlap: of a forward and a backward that run together, the share of the shorter one that is
             hidden: 0 they take as long as one after the other, 1 as the longer alone.
         latency, message_bytes, bandwidth: a message takes latency + message_bytes / bandwidth;
-            message_bytes per boundary (stages - 1 of them), the gradient being as large.
+            the first two per boundary (stages - 1 of them), the gradient being as large.
+        issue: time that a rank's own thread takes to start a send, or to post a receive; the
+            message leaves after it. Where messages overlap and this is not 0, simulating a schedule
+            without transfers inserts them.
         overlapped: True: ranks compute while messages travel, and messages do not slow each other.
             False: sender and receiver meet, and both wait until the message is through.
         activation_bytes: kept for a microbatch from its forward to its backward (or input half).
@@ -59,7 +65,8 @@ class Costs:
     backward_weight: PerStage = 1
     backward: PerStage | None = None
     overlap: float = 0
-    latency: float = 0
+    latency: PerStage = 0
+    issue: float = 0
     message_bytes: PerStage = 0
     bandwidth: float = math.inf
     overlapped: bool = True
@@ -80,9 +87,12 @@ class Costs:
             single = field.name in _SINGLE or not _is_sequence(value)
             for number in (value,) if single else value:
                 if isinstance(number, bool) or not isinstance(number, (int, float, Fraction)):
-                    misfits.append(f"{field.name}={value!r}: {number!r} is no number")
-                elif not number >= 0 or (math.isinf(number) and field.name != "bandwidth"):
-                    misfits.append(f"{field.name}={value!r}: {number!r} is not finite and >= 0")
+                    misfits.append(f"{field.name}={_cut(value)}: {_cut(number)} is no number")
+                elif not number >= 0 or (number > _MOST and field.name != "bandwidth"):
+                    misfits.append(
+                        f"{field.name}={_cut(value)}: {_cut(number)} is not finite and >= 0"
+                        + (f", and at most {_MOST:g}" if math.inf > number > _MOST else "")
+                    )
         if misfits:
             raise ScheduleError("costs: " + "; ".join(misfits))
         if self.overlap > 1:
@@ -96,12 +106,12 @@ class Costs:
         """One value per stage.
 
         Raises:
-            ScheduleError: a sequence has another length than stages (message_bytes: stages - 1).
+            ScheduleError: a sequence has another length than stages (of boundaries: stages - 1).
         """
         spread = {
             name: self._spread(name, stages)
             for name in StageCosts._fields
-            if name not in ("hop", "backward", "weight_bytes")
+            if name not in ("hop", "issue", "backward", "weight_bytes")
         }
         halves = zip(spread["backward_input"], spread["backward_weight"], strict=True)
         backward = tuple(i + w for i, w in halves)
@@ -110,9 +120,14 @@ class Costs:
         weight_bytes = spread["activation_bytes"]
         if self.weight_bytes is not None:
             weight_bytes = self._spread("weight_bytes", stages)
-        messages = self._spread("message_bytes", max(stages - 1, 0))
-        hop = tuple(self.latency + (size / self.bandwidth if size else 0) for size in messages)
-        return StageCosts(backward=backward, weight_bytes=weight_bytes, hop=hop, **spread)
+        delays, sizes = (self._spread(name, max(stages - 1, 0)) for name in _PER_BOUNDARY)
+        hop = tuple(
+            delay + (size / self.bandwidth if size else 0)
+            for delay, size in zip(delays, sizes, strict=True)
+        )
+        return StageCosts(
+            backward=backward, weight_bytes=weight_bytes, hop=hop, issue=self.issue, **spread
+        )
 
     def pair(self, forward: float, backward: float) -> float:
         """Time of a forward and a backward that run together."""
@@ -125,7 +140,7 @@ class Costs:
         if not _is_sequence(value):
             return (value,) * count
         if len(value) != count:
-            of = "boundaries between stages" if name == "message_bytes" else "stages"
+            of = "boundaries between stages" if name in _PER_BOUNDARY else "stages"
             raise ScheduleError(
                 f"costs: {name} has {len(value)} values for {count} {of}: {value!r}"
             )
@@ -134,3 +149,8 @@ class Costs:
 
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _cut(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from pyparallel.schedule.actions import Action
+from pyparallel.schedule.actions import Action, Kind
 from pyparallel.schedule.costs import Costs
 from pyparallel.schedule.deadlock import explain_stuck
 from pyparallel.schedule.dependencies import phase, predecessor
@@ -13,6 +13,7 @@ from pyparallel.schedule.memory import peak_bytes
 from pyparallel.schedule.schedule import Schedule
 from pyparallel.schedule.timing import Timeline, run, run_meetings
 from pyparallel.schedule.transfers import with_transfers
+from pyparallel.schedule.units import message
 
 __all__ = ["Simulation", "Span", "simulate"]
 
@@ -35,10 +36,10 @@ class Simulation:
     span is the cost.
 
     Attributes:
-        schedule: what was simulated; with transfers where messages do not overlap.
+        schedule: what was simulated; with transfers where these take time of a rank's own.
         costs: what its actions took.
         starts, ends: per rank, the times of its actions, position by position.
-        busy: per rank, the time in passes, reductions and steps (not in messages).
+        busy: per rank, the time in passes, reductions and steps (not in messages or their issue).
         peak_bytes: per rank, the most bytes kept at once.
     """
 
@@ -100,18 +101,16 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
     Args:
         costs: what actions take; every pass 1, messages nothing by default. Where
-            `costs.overlapped` is False and the schedule has no transfers, they are inserted.
+            `costs.overlapped` is False, or `costs.issue` not 0, and the schedule has no transfers,
+            they are inserted.
 
     Raises:
         ScheduleError: nothing can go on; the circle of waits is named.
     """
     costs = costs or Costs()
-    if costs.overlapped:
-        timeline = run(schedule, costs)
-    else:
-        if not schedule.has_transfers:
-            schedule = with_transfers(schedule, costs)
-        timeline = run_meetings(schedule, costs)
+    if not schedule.has_transfers and (costs.issue or not costs.overlapped):
+        schedule = with_transfers(schedule, costs)
+    timeline = (run if costs.overlapped else run_meetings)(schedule, costs)
     if timeline.stuck:
         text, rank, position = explain_stuck(schedule, timeline.stuck)
         raise ScheduleError(f"{schedule.name}: {text}", rank, position)
@@ -142,6 +141,7 @@ def _busy(schedule: Schedule, timeline: Timeline) -> tuple[float, ...]:
 def _critical_path(simulation: Simulation) -> tuple[Span, ...]:
     schedule, spans = simulation.schedule, simulation.spans
     meet = not simulation.costs.overlapped
+    issued = not meet and simulation.costs.issue > 0
     hop = simulation.costs.for_stages(schedule.stages).hop
     place = {
         (phase(s.action.kind), s.action.stage, s.action.microbatch): (rank, position)
@@ -149,12 +149,18 @@ def _critical_path(simulation: Simulation) -> tuple[Span, ...]:
         for position, s in enumerate(row)
         if s.action.kind.is_compute
     }
+    sent = {
+        message(s.action): (rank, position)
+        for rank, row in enumerate(spans)
+        for position, s in enumerate(row)
+        if issued and s.action.kind.is_send
+    }
 
     def before(rank: int, position: int) -> tuple[int, int] | None:
         """The action that ended, or whose message arrived, as this one began."""
         span = spans[rank][position]
         sides = [(rank, position)]
-        if span.action.kind.is_transfer:
+        if span.action.kind.is_transfer and meet:
             peer = schedule.peer(span.action)
             mate = next(
                 i
@@ -174,7 +180,7 @@ def _critical_path(simulation: Simulation) -> tuple[Span, ...]:
                     and span.start < span.end
                 ):
                     continue  # runs together with it
-                if meet or not earlier.action.kind.is_transfer:
+                if meet or issued or not earlier.action.kind.is_transfer:
                     if earlier.end == span.start:
                         return r, i
                     break
@@ -191,6 +197,9 @@ def _critical_path(simulation: Simulation) -> tuple[Span, ...]:
                 continue
             r, i = place[need[0], need[1], action.microbatch]
             delay = hop[min(need[1], action.stage)] if r != rank else 0
+            if r != rank and issued:
+                kind = Kind.SEND_GRADIENT if need[0] else Kind.SEND_ACTIVATION
+                r, i = sent[kind, need[1], action.microbatch]
             if spans[r][i].end + delay == span.start:
                 return r, i
         return None
@@ -199,7 +208,7 @@ def _critical_path(simulation: Simulation) -> tuple[Span, ...]:
         (span.end, -rank, position)
         for rank, row in enumerate(spans)
         for position, span in enumerate(row)
-        if meet or not span.action.kind.is_transfer
+        if meet or issued or not span.action.kind.is_transfer
     ]
     last = max(ends, default=None)
     path: list[Span] = []

@@ -48,7 +48,8 @@ def durations(costs: StageCosts) -> dict[Kind, tuple[float, ...]]:
 
 
 def run(schedule: Schedule, costs: Costs, positive: bool = False) -> Timeline:
-    """Times where messages travel beside the passes; transfers in the rows keep no rank waiting.
+    """Times where messages travel beside the passes. Transfers in the rows keep no rank waiting;
+    with `costs.issue` they take their rank's time, and a message leaves once it has been issued.
 
     Args:
         positive: no pass takes 0: a pass then begins after everything it waits for has ended, and
@@ -60,9 +61,11 @@ def run(schedule: Schedule, costs: Costs, positive: bool = False) -> Timeline:
         longest = max((max(times) for times in busy.values()), default=0)
         floor = longest / _LONGEST_RATIO or 1
         busy = {kind: tuple(max(t, floor) for t in times) for kind, times in busy.items()}
-    rows = [_compile(schedule, rank, busy, of_stage.hop) for rank in range(schedule.ranks)]
+    issue = of_stage.issue if schedule.has_transfers else 0
+    rows = [_compile(schedule, rank, busy, of_stage.hop, issue) for rank in range(schedule.ranks)]
 
-    done: list[float | None] = [None] * (PHASES * schedule.stages * schedule.microbatches)
+    passes = (PHASES + 2) * schedule.stages * schedule.microbatches  # and sends, either way
+    done: list[float | None] = [None] * passes
     at = [0] * schedule.ranks
     clock: list[float] = [0] * schedule.ranks
     starts: list[list[float]] = [[] for _ in rows]
@@ -102,7 +105,7 @@ def run(schedule: Schedule, costs: Costs, positive: bool = False) -> Timeline:
                         ready.append(waiting.pop(key))
                 i += 1
         at[rank], clock[rank] = i, now
-    if schedule.has_transfers:
+    if schedule.has_transfers and not issue:
         return _with_messages(schedule, starts, ends, of_stage.hop)
     stuck = tuple((r, at[r]) for r, row in enumerate(schedule.rows) if at[r] < len(row))
     return Timeline(tuple(starts), tuple(ends), stuck)
@@ -116,10 +119,11 @@ def _compile(
     rank: int,
     busy: dict[Kind, tuple[float, ...]],
     hop: tuple[float, ...],
+    issue: float,
 ) -> Compiled:
     """For each action of a row that keeps the rank busy: its pass, the pass it needs, how long
     that one's message travels, its own time, and whether the next action runs with it. Passes are
-    numbers, -1 for none."""
+    numbers, -1 for none; where transfers take time, sends are such passes, after the others."""
     stages, microbatches = schedule.stages, schedule.microbatches
     placement = schedule.placement
     # By kind and stage, what predecessor() says: (pass, its number's offset, stages hopped over).
@@ -136,6 +140,17 @@ def _compile(
     joins: list[bool] = []
     for position, (_, kind, stage, microbatch, _, joined) in enumerate(schedule.rows[rank]):
         if kind.is_transfer:
+            if issue:
+                forward = kind.direction > 0
+                keys.append(
+                    ((PHASES + forward) * stages + stage) * microbatches + microbatch
+                    if kind.is_send
+                    else -1
+                )
+                needs.append(-1)
+                delays.append(0)
+                takes.append(issue)
+                joins.append(False)
             continue
         if not (0 <= stage < stages and microbatch < microbatches):
             raise ScheduleError(
@@ -154,6 +169,9 @@ def _compile(
                 need = (need_phase * stages + need_stage) * microbatches + microbatch
                 if need_stage != stage and placement.get((need_stage, microbatch)) != rank:
                     delay = hop[min(need_stage, stage)]
+                    if issue:
+                        sent = PHASES + (need_stage < stage)
+                        need = (sent * stages + need_stage) * microbatches + microbatch
         keys.append(key)
         needs.append(need)
         delays.append(delay)
@@ -234,7 +252,7 @@ def run_meetings(schedule: Schedule, costs: Costs) -> Timeline:
                 if at[other] == len(rows[other]) or rows[other][at[other]].meeting != unit.meeting:
                     break  # whichever comes second goes on for both
                 begin = max(clock[rank], clock[other])
-                takes = max(_hop_of(action, of_stage.hop) for action in unit.actions)
+                takes = of_stage.issue + max(_hop_of(a, of_stage.hop) for a in unit.actions)
                 finish(other, rows[other][at[other]], begin, begin + takes)
                 finish(rank, unit, begin, begin + takes)
                 ready.append(other)

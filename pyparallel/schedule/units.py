@@ -6,6 +6,7 @@ order, so two ranks that each send first and receive second still meet (issued o
 would wait for each other), and no batch has members that its counterpart lacks.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pyparallel.schedule.actions import Action, Kind
@@ -41,70 +42,92 @@ def message(action: Action) -> Message:
 
 def units(schedule: Schedule) -> tuple[tuple[Unit, ...], ...]:
     """The rows of a schedule, cut into units. Every transfer must have its counterpart."""
-    groups = _meetings(schedule)
-    rows = []
-    for row in schedule.rows:
+    known: tuple[tuple[Unit, ...], ...] | None = schedule.__dict__.get("_units")
+    if known is None:  # a schedule is a constant: whoever validates and then runs it cuts once
+        known = schedule.__dict__["_units"] = tuple(_cut(schedule))
+    return known
+
+
+def _cut(schedule: Schedule) -> Iterator[tuple[Unit, ...]]:
+    stretches: list[list[int]] = []
+    rows = [_transfers(schedule, row, stretches) for row in schedule.rows]
+    numbers = _meetings(stretches)
+    for row, (ids, peers) in zip(schedule.rows, rows, strict=True):
         out: list[Unit] = []
-        i = 0
-        while i < len(row):
-            action = row[i]
-            size = 1
+        begin, seen = 0, 0  # of the unit at hand; transfers before it
+        count = len(row)
+        while begin < count:
+            action = row[begin]
+            end = begin + 1
             if action.kind.is_transfer:
-                number = groups[message(action)]
-                while (
-                    i + size < len(row)
-                    and row[i + size].kind.is_transfer
-                    and groups[message(row[i + size])] == number
-                ):
-                    size += 1
-                out.append(Unit(row[i : i + size], schedule.peer(action), number))
+                number = numbers[ids[seen]]
+                first = seen
+                seen += 1
+                while end < count and row[end].kind.is_transfer and numbers[ids[seen]] == number:
+                    end, seen = end + 1, seen + 1
+                out.append(Unit(row[begin:end], peers[first], number))
             else:
-                size = 2 if action.with_next else 1
-                out.append(Unit(row[i : i + size]))
-            i += size
-        rows.append(tuple(out))
-    return tuple(rows)
+                end += action.with_next
+                out.append(Unit(row[begin:end]))
+            begin = end
+        yield tuple(out)
 
 
-def _meetings(schedule: Schedule) -> dict[Message, int]:
+def _transfers(
+    schedule: Schedule, row: Sequence[Action], stretches: list[list[int]]
+) -> tuple[list[int], list[int]]:
+    """Of a row's transfers, in order: a number of the message, the same at both ends; the other
+    rank. `stretches` gets the messages of transfers with one peer that follow each other."""
+    stages, microbatches = schedule.stages, schedule.microbatches
+    placement = schedule.placement
+    ids, peers = [], []
+    last: int | None = None
+    for action in row:
+        _, kind, stage, microbatch, _, _ = action
+        if not kind.is_transfer:
+            last = None
+            continue
+        step = kind.direction if kind.is_send else -kind.direction
+        sender = stage if kind.is_send else stage + step
+        carried = ((kind.direction > 0) * stages + sender) * microbatches + microbatch
+        peer = placement.get((stage + step, microbatch))
+        peer = schedule.peer(action) if peer is None else peer
+        if peer != last:
+            stretches.append([])
+        stretches[-1].append(carried)
+        ids.append(carried)
+        peers.append(peer)
+        last = peer
+    return ids, peers
+
+
+def _meetings(stretches: list[list[int]]) -> dict[int, int]:
     """The number of each message's meeting: the coarsest cut that both ranks agree on.
 
     Begin with each row's stretches of transfers with one peer; as long as the two rows of a message
     cut differently, cut by both.
     """
-    stretches: list[list[list[Message]]] = []
-    for row in schedule.rows:
-        cuts: list[list[Message]] = []
-        last = None
-        for action in row:
-            peer = schedule.peer(action) if action.kind.is_transfer else None
-            if peer is not None and peer != last:
-                cuts.append([])
-            if peer is not None:
-                cuts[-1].append(message(action))
-            last = peer
-        stretches.append(cuts)
-
-    label: dict[Message, int] = {}
     while True:
-        sides: dict[Message, list[int]] = {}
-        for number, stretch in enumerate(s for row in stretches for s in row):
+        sides: dict[int, tuple[int, ...]] = {}
+        for number, stretch in enumerate(stretches):
             for carried in stretch:
-                sides.setdefault(carried, []).append(number)
+                sides[carried] = (*sides.get(carried, ()), number)
         numbers: dict[tuple[int, ...], int] = {}
-        label = {
-            carried: numbers.setdefault(tuple(at), len(numbers)) for carried, at in sides.items()
-        }
-        finer = [[cut for s in row for cut in _cut_by(s, label)] for row in stretches]
-        if finer == stretches:
+        label = {carried: numbers.setdefault(at, len(numbers)) for carried, at in sides.items()}
+        finer = [cut for stretch in stretches for cut in _cut_by(stretch, label)]
+        if len(finer) == len(stretches):
             return label
         stretches = finer
 
 
-def _cut_by(stretch: list[Message], label: dict[Message, int]) -> list[list[Message]]:
-    cuts: list[list[Message]] = []
-    for i, carried in enumerate(stretch):
-        if i == 0 or label[carried] != label[stretch[i - 1]]:
+def _cut_by(stretch: list[int], label: dict[int, int]) -> list[list[int]]:
+    if len(stretch) == 1:
+        return [stretch]
+    cuts: list[list[int]] = []
+    last = None
+    for carried in stretch:
+        if label[carried] != last:
             cuts.append([])
         cuts[-1].append(carried)
+        last = label[carried]
     return cuts

@@ -5,6 +5,8 @@ one rank; sends and receives matched and in FIFO order; everything run to its en
 way, where a message needs both ranks at once, so that no transport can hang on it.
 """
 
+import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -58,6 +60,26 @@ def validate(
     Raises:
         ScheduleError: what is wrong, where, and the grid around it with the faulty cell marked.
     """
+    with _no_collector():
+        return _validate(schedule, costs, memory_limit)
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """Tables of millions of entries, without a cycle among them, are made and dropped: the garbage
+    collector would look through them again and again, which takes half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _validate(
+    schedule: Schedule, costs: Costs | None, memory_limit: float | Sequence[float] | None
+) -> Report:
     _check_actions(schedule)
     _check_complete(schedule)
     if schedule.has_transfers:

@@ -67,6 +67,17 @@ def model(layers: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.
     return nn.Sequential(*(Layer() for _ in range(layers))).to(dtype)
 
 
+class Tied(nn.Sequential):
+    """Embedding and output layer are one parameter, on the first and the last stage."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        embedding, head = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 9, bias=False)
+        head.weight = embedding.weight
+        super().__init__(embedding, nn.Linear(WIDTH, WIDTH), head)
+        self.double()
+
+
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
@@ -97,6 +108,23 @@ def reference(
     ) / sum(weights)
     value.backward()
     return value.item(), {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+
+
+def fp32_limits(layers: int, microbatches: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients in float64, and how far off those in float32 may be: |one process - ref| + m eps32
+    sum |g_i|, as the microbatches' gradients are the same numbers, added in another order."""
+    single = model(layers, torch.float32)
+    inputs, targets = data(microbatches, torch.float32)
+    wide = [[t.double() for t in ts] for ts in (inputs, targets)]
+    _, truth = reference(copy.deepcopy(single).double(), *wide)
+    _, stock = reference(single, inputs, targets)
+    sizes = {n: torch.zeros_like(g) for n, g in stock.items()}
+    for x, t in zip(inputs, targets, strict=True):
+        for n, g in reference(single, [x], [t])[1].items():
+            sizes[n] += g.abs() / microbatches
+    eps = torch.finfo(torch.float32).eps
+    limits = {n: (stock[n] - truth[n]).abs() + microbatches * eps * sizes[n] for n in stock}
+    return truth, limits
 
 
 def stages(whole: nn.Sequential, count: int) -> dict[int, nn.Module]:

@@ -1,5 +1,5 @@
-"""docs/schedules.md: its pictures are what the code draws, and it has every schedule with its
-closed forms."""
+"""docs/schedules.md and docs/pipeline.md: their pictures are what the code draws, and both
+have every schedule, the first with its closed forms."""
 
 import importlib.util
 from pathlib import Path
@@ -30,6 +30,10 @@ def test_every_schedule_has_its_section_and_picture():
         assert f"](schedules/{name}" in page
     for path in (DOCS / "schedules").glob("*.svg"):
         assert f"(schedules/{path.name})" in page
+    running = (DOCS / "pipeline.md").read_text()
+    for name, family in FAMILIES.items():
+        assert f"`{name}`: {family.effect}.\n\n![" in running
+        assert f"](schedules/{name}.svg)" in running
 
 
 def test_the_table_says_what_the_simulator_says():

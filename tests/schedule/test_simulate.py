@@ -87,18 +87,47 @@ def test_fractions_stay_exact():
     assert result.bubble_share == Fraction(3, 11)
 
 
-@given(schedules(ranks=6, microbatches=12, chunks=3), st.integers(0, 3), st.booleans())
+@given(
+    schedules(ranks=6, microbatches=12, chunks=3),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.booleans(),
+)
 @settings(**SETTINGS)
-def test_the_critical_path_is_a_chain_from_0_to_the_end(schedule, latency, overlapped):
+def test_the_critical_path_is_a_chain_from_0_to_the_end(schedule, latency, issue, overlapped):
     costs = Costs(
-        forward=2, backward_input=3, backward_weight=1, latency=latency, overlapped=overlapped
-    )
+        forward=2, backward_input=3, backward_weight=1,
+        latency=latency, issue=issue, overlapped=overlapped,
+    )  # fmt: skip
     result = simulate(schedule, costs)
     path = result.critical_path
     assert path[0].start == 0
     assert path[-1].end == result.step_time
     for before, after in itertools.pairwise(path):
         assert after.start - before.end in (0, latency), "nothing idles on the path"
+
+
+def test_issuing_messages_takes_their_ranks_time():
+    """F 2, B 3 + 1, a send or a posted receive 1, a message 5 on its way: by hand.
+
+    rank 0: F0 0-2, send 2-3; rank 1: posts the receive 0-1, F0 8-10, B0 10-14, send 14-15; rank 0
+    has posted its receive 3-4 and waits for 15 + 5: B0 20-24.
+    """
+    costs = Costs(forward=2, backward_input=3, backward_weight=1, latency=5, issue=1)
+    result = simulate(generate("1f1b", 2, 1), costs)
+    assert result.schedule.has_transfers
+    assert result.starts == ([0, 2, 3, 20], [0, 8, 10, 14])
+    assert result.ends == ([2, 3, 4, 24], [1, 10, 14, 15])
+    assert result.busy == (6, 6)
+    assert [str(span.action) for span in result.critical_path] == [
+        "0F0", "0SEND_F0", "1F0", "1B0", "1SEND_B0", "0B0",
+    ]  # fmt: skip
+    uneven = Costs(latency=(1, 4), message_bytes=(0, 6), bandwidth=3)
+    assert uneven.for_stages(3).hop == (1, 6)
+    with pytest.raises(ScheduleError, match="latency has 1 values for 2 boundaries"):
+        Costs(latency=(1,)).for_stages(3)
+    with pytest.raises(ScheduleError, match="issue"):
+        Costs(issue=-1)
 
 
 @given(schedules(ranks=6, microbatches=12, chunks=3))
