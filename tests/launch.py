@@ -341,6 +341,7 @@ def _serve(descriptor: int) -> None:
     def send(*message: Any) -> None:
         connection.send_bytes(pickle.dumps(message))
 
+    environment = dict(os.environ)
     while True:
         try:
             module, name, rank, args = pickle.loads(connection.recv_bytes())
@@ -360,6 +361,14 @@ def _serve(descriptor: int) -> None:
             except Exception:
                 error = RuntimeError(f"{type(error).__name__}: {error}")
             send("error", error, text)
+        _restore(environment)
+
+
+def _restore(environment: dict[str, str]) -> None:
+    """What a function set for itself (a host identity, say) must not reach the next one."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update({k: v for k, v in environment.items() if os.environ.get(k) != v})
 
 
 def _leave_process_group() -> None:

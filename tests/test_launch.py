@@ -37,6 +37,11 @@ def _environment(rank, name):
     return os.environ.get(name)
 
 
+def _set_environment(rank, name, removed):
+    os.environ[name] = "left behind"
+    del os.environ[removed]
+
+
 def _skip(rank):
     pytest.skip("not on this machine")
 
@@ -96,6 +101,13 @@ def test_death_is_told_with_the_output():
 def test_environment_is_the_run_s_own():
     assert run_ranks(_environment, 2, "SOME_NAME", env={"SOME_NAME": "x"}) == ["x", "x"]
     assert run_ranks(_environment, 2, "SOME_NAME") == [None, None]
+
+
+def test_what_a_function_sets_is_gone_for_the_next_one():
+    set_for_all = {"KEPT_NAME": "kept"}
+    run_ranks(_set_environment, 2, "SOME_NAME", "KEPT_NAME", env=set_for_all)
+    assert run_ranks(_environment, 2, "SOME_NAME", env=set_for_all) == [None, None]
+    assert run_ranks(_environment, 2, "KEPT_NAME", env=set_for_all) == ["kept", "kept"]
 
 
 def test_skip_passes_through():
