@@ -8,6 +8,7 @@ CACHE cached ones, prefill is one causal sequence of M tokens.
 
     forward   y [M, hidden], replicated
     train     y, then dx and every weight's gradient from a given dy
+    sequence  x, y and their gradients are cut along the tokens: sequence parallelism
 
 The whole block in float64, of the values rounded to the dtype, is the reference. A result passes
 whose error from it, in the root mean square of each tensor, is at most twice that of the whole
@@ -31,7 +32,12 @@ from bench.reference import Verdict, checksum
 
 FORWARD, TRAIN = "forward", "train"
 MLP, ATTENTION = "mlp", "attention"
-OPS = tuple(f"{block}_{what}" for block in (MLP, ATTENTION) for what in (FORWARD, TRAIN))
+SEQUENCE = "sequence"  # between block and direction
+OPS = tuple(
+    f"{block}_{what}"
+    for block in (MLP, ATTENTION)
+    for what in (FORWARD, TRAIN, f"{SEQUENCE}_{FORWARD}", f"{SEQUENCE}_{TRAIN}")
+)
 CACHE, DECODE_ROWS = 256, 16
 EPS32 = 2.0**-23
 
@@ -55,7 +61,7 @@ EIGHTH = Sizes(512, 1792, 8, 2, 64)
 class BlockInputs:
     """What every rank passes. `variant` also names the attention's cache."""
 
-    x: Tensor  # [sequences, tokens, hidden], replicated
+    x: Tensor  # [sequences, tokens, hidden], replicated, or this rank's tokens
     dy: Tensor  # alike
     variant: int
 
@@ -86,8 +92,13 @@ class BlockCase:
         return self.op.endswith(TRAIN)
 
     @property
+    def sequence(self) -> bool:
+        """Whether the tokens are cut between blocks."""
+        return SEQUENCE in self.op.split("_")
+
+    @property
     def decode(self) -> bool:
-        return self.m <= DECODE_ROWS
+        return self.m <= DECODE_ROWS and not self.sequence
 
     @property
     def size(self) -> str:
@@ -121,9 +132,15 @@ class BlockCase:
 
     @property
     def same_everywhere(self) -> bool:
-        return True
+        return not self.sequence
 
     def inputs(self, rank: int, variant: int, device: torch.device | str = "cpu") -> BlockInputs:
+        whole = self.whole_inputs(variant, device)
+        x, dy = (share_of(self, rank, name, t) for name, t in (("dx", whole.x), ("y", whole.dy)))
+        return BlockInputs(x, dy, variant)
+
+    def whole_inputs(self, variant: int, device: torch.device | str = "cpu") -> BlockInputs:
+        """All tokens'."""
         generator = torch.Generator().manual_seed(self.seed * 1009 + variant)
         tokens = (self.m, 1) if self.decode else (1, self.m)
         x, dy = (
@@ -221,9 +238,11 @@ def attend(
 
 
 def share_of(case: BlockCase, rank: int, name: str, tensor: Tensor) -> Tensor:
-    """This rank's part of a whole result: rows of first layers, columns of second ones."""
-    if name in ("y", "dx") or case.world == 1:
+    """This rank's part of a whole result: rows of first layers, columns of second ones; tokens."""
+    if case.world == 1:
         return tensor
+    if name in ("y", "dx"):
+        return tensor.tensor_split(case.world, 1)[rank] if case.sequence else tensor
     dim = 1 if name in ("down_proj", "o_proj") else 0
     return tensor.chunk(case.world, dim)[rank]
 
@@ -249,7 +268,7 @@ def _answers(case: BlockCase, variant: int, dtype: torch.dtype | None) -> dict[s
     """The whole block's results, in the case's dtype (None) or float64, by name."""
     make = _whole if dtype is None else _whole_double
     module = make(case.block, case.dtype, case.sizes, case.seed)
-    inputs = case.inputs(0, variant)
+    inputs = case.whole_inputs(variant)
     cache = case.cache(variant, slice(None))
     x, dy = inputs.x, inputs.dy
     if dtype is not None:

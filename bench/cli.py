@@ -18,16 +18,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import machine, providers, report, runner
+from bench.attention_case import OPS as ATTENTION_OPS
 from bench.block_case import OPS as BLOCK_OPS
 from bench.case import LONG, Outcome, parse_bytes, parse_shape
 from bench.gemm_case import OPS as GEMM_OPS
 from bench.ops import DESCRIPTIONS, OPS
 from bench.options import Options
+from bench.pipeline_case import SCHEDULES
 from bench.report.summary import show_summary
 from bench.report.table import show
 from bench.suites import ONE_WORLD, SUITES, TABLES, WEIGHTS, suite, table
+from bench.train_case import LAYOUTS
 
-QUICK_SECONDS = 95.0  # for the cases of all suites and world sizes together
+QUICK_SECONDS = 110.0  # for the cases of all suites and world sizes together
 MOST_RANKS = 8  # of a run that names no world sizes: each rank holds buffers and a torch of its own
 T = TypeVar("T")
 METHOD = (
@@ -38,6 +41,7 @@ METHOD = (
 
 
 def parser() -> argparse.ArgumentParser:
+    others = (*GEMM_OPS, *BLOCK_OPS, *SCHEDULES, *ATTENTION_OPS, *LAYOUTS)
     out = argparse.ArgumentParser(
         prog="python -m bench",
         description="pyparallel against stock PyTorch and others: verified, then timed.",
@@ -68,15 +72,16 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         choices=providers.OPTIONAL_PEERS,
-        help="beyond stock PyTorch; limit is a plain copy-and-add in C++ (on where a compiler is)",
+        help="beyond stock PyTorch; limit is a plain copy-and-add in C++ (on where a compiler is); "
+        f"with --device cuda, of suite attention: {', '.join(providers.CUDA_PEERS)}",
     )
     out.add_argument(
         "--op",
         nargs="+",
         default=[],
-        choices=(*OPS, *GEMM_OPS, *BLOCK_OPS),
+        choices=(*OPS, *others),
         metavar="OP",
-        help=", ".join([*DESCRIPTIONS, *GEMM_OPS, *BLOCK_OPS]),
+        help=", ".join([*DESCRIPTIONS, *others]),
     )
     out.add_argument(
         "--size",
@@ -93,6 +98,9 @@ def parser() -> argparse.ArgumentParser:
         type=_read_by(parse_shape),
         metavar="MxNxK",
         help="of suite gemm: 16x1024x4096, ...",
+    )
+    out.add_argument(
+        "--rows", nargs="+", default=[], type=int, metavar="N", help="of suite attention: lengths"
     )
     out.add_argument("--dtype", nargs="+", default=[], choices=LONG)
     out.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -123,11 +131,17 @@ def options_from(arguments: argparse.Namespace) -> Options:
     cuda = arguments.device == "cuda"
     default = (max(2, _gpus()),) if cuda else default_worlds(machine.usable_cores())
     worlds = tuple(arguments.world or default)
+    if min(arguments.rows, default=1) < 1:
+        raise ValueError(f"--rows {min(arguments.rows)}: want at least one")
     if min(worlds) < 1:
         raise ValueError(f"--world {min(worlds)}: want at least one rank")
     peers = list(dict.fromkeys(arguments.peer))
-    if cuda and peers:
-        raise ValueError(f"--peer {peers[0]} moves CPU memory: leave it out with --device cuda")
+    for peer in peers:
+        if cuda != (peer in providers.CUDA_PEERS):
+            raise ValueError(
+                f"--peer {peer} moves CPU memory: leave it out with --device cuda" if cuda else
+                f"--peer {peer} runs on GPUs, in suite attention: want --device cuda"
+            )  # fmt: skip
     if arguments.device == "cpu" and "limit" not in peers and not providers.missing("limit"):
         peers.append("limit")
     if cuda and (gpus := _gpus()) < max(worlds):
@@ -138,6 +152,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         ops=tuple(arguments.op),
         sizes=tuple(arguments.size),
         shapes=tuple(arguments.shape),
+        rows=tuple(arguments.rows),
         dtypes=tuple(LONG[d] for d in arguments.dtype),
         peers=tuple(peers),
         device=arguments.device,
@@ -174,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in lacks:
             print(f"python -m bench: {line}", file=sys.stderr)
         return 2
-    wrong = [problem for name in tables for problem in table(name).report(console)]
+    wrong = [p for name in tables for p in table(name).report(console, arguments.out)]
     if not names:
         return 1 if wrong else 0
     named = arguments.world is not None
@@ -204,12 +219,22 @@ def _suites(asked: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _refuse_without_effect(arguments: argparse.Namespace, names: Sequence[str]) -> None:
-    """A ValueError for a list of sizes or shapes that no suite of this run reads."""
-    for option, reader in (("size", "collectives"), ("shape", "gemm")):
+    """A ValueError for a list of sizes, shapes or peers that no suite of this run reads."""
+    for option, reader in (("size", "collectives"), ("shape", "gemm"), ("rows", "attention")):
         if getattr(arguments, option) and reader not in names:
             raise ValueError(f"--{option} has no effect: only suite {reader} takes it")
-    if arguments.op and not names:
-        raise ValueError(f"--op has no effect: only {', '.join(SUITES)} take it")
+    for peer in arguments.peer:
+        if peer in providers.CUDA_PEERS and "attention" not in names:
+            raise ValueError(f"--peer {peer} has no effect: only suite attention takes it")
+    if names:
+        return
+    for option, value in vars(arguments).items():
+        if option == "suites" or value == parser().get_default(option):
+            continue
+        if option != "out":
+            raise ValueError(f"--{option} has no effect: only {', '.join(SUITES)} take it")
+        if "static" not in arguments.suites:
+            raise ValueError(f"--out has no effect: {arguments.suites[0]} writes no file")
 
 
 def _with_cases(names: Sequence[str], options: Options, *, named: bool) -> list[str]:

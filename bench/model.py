@@ -7,6 +7,7 @@ the order of a library's shapes round, more often than it may (the limits below)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -56,7 +57,7 @@ def problems(items: Sequence[Compared]) -> list[str]:
     return found
 
 
-def report(console: Console) -> list[str]:
+def report(console: Console, _out: Path | None = None) -> list[str]:
     """Prints every row; gives what is wrong beyond the limits."""
     inside = [compared(row) for row in rows()]
     outside = [compared(row) for row in OTHER]

@@ -73,7 +73,7 @@ def _run(spec: dict[str, Any], options: Options, rank: int, page: Page, events: 
             contest = Contest(page, found, device, spec["suite"], options.busy, options.seed)
         # Ranks take their time to import and to build; a first meeting that may last.
         page.exchange([float(rank)])
-        most = BUSY_SECONDS if options.busy else SECONDS
+        most = BUSY_SECONDS if options.busy else getattr(module, "SECONDS", SECONDS)
         sample_us = BUSY_SAMPLE_US if options.busy else SAMPLE_US
         ends = time.monotonic() + (options.seconds or most / 2 * len(cases))
         for done, case in enumerate(cases):

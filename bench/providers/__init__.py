@@ -63,11 +63,45 @@ PROVIDERS: dict[str, Entry] = {
         mend="build it: pip install -e . in an environment that has torch",
     ),
     "dtensor": Entry("bench.providers.blocks:DTensor", ("torch",)),
+    "pipeline": Entry(
+        "bench.providers.pipelines:Pipeline",
+        ("pyparallel._torch",),
+        mend="build it: pip install -e . in an environment that has torch",
+    ),
+    "stock_pipeline": Entry("bench.providers.pipelines:StockPipeline", ("torch",)),
+    "stock_pipeline_ours": Entry(
+        "bench.providers.pipelines:StockPipelineOurs",
+        ("pyparallel._torch",),
+        mend="build it: pip install -e . in an environment that has torch",
+    ),
+    "attention": Entry(
+        "bench.providers.attention:SequenceParallel",
+        ("pyparallel._torch",),
+        mend="build it: pip install -e . in an environment that has torch",
+    ),
+    "stock_attention": Entry("bench.providers.attention:StockAttention", ("torch",)),
+    "flash_attn": Entry(
+        "bench.providers.attention_peers:FlashAttn", ("flash_attn",), mend="pip install flash-attn"
+    ),
+    "ring_flash_attn": Entry(
+        "bench.providers.attention_peers:RingFlashAttn",
+        ("ring_flash_attn", "flash_attn"),
+        mend="pip install flash-attn ring-flash-attn",
+    ),
+    "context_parallel": Entry("bench.providers.attention_peers:ContextParallel", ("torch",)),
+    "train": Entry(
+        "bench.providers.trains:Train",
+        ("pyparallel._torch",),
+        mend="build it: pip install -e . in an environment that has torch",
+    ),
+    "stock_train": Entry("bench.providers.stock_trains:StockTrain", ("torch",)),
+    "one_process": Entry("bench.providers.attention:OneProcess", ("pyparallel._torch",)),
     "limit": Entry(
         "bench.providers.limit:Limit", programs=("c++",), mend="install a C++17 compiler"
     ),
 }
-OPTIONAL_PEERS = ("mpich", "deepspeed", "limit")
+CUDA_PEERS = ("flash_attn", "ring_flash_attn", "context_parallel")  # of suite attention
+OPTIONAL_PEERS = ("mpich", "deepspeed", "limit", *CUDA_PEERS)
 
 
 def missing(name: str) -> str:

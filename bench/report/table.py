@@ -64,10 +64,14 @@ def columns(rows: Sequence[Row]) -> list[str]:
 
 
 def figure(row: Row, name: str) -> str:
-    """One of these: a percentage, or microseconds."""
+    """One of these: a percentage, a size, or microseconds."""
     if name not in row.parts:
         return "-"
     value = row.parts[name]
+    if name.endswith("MB"):
+        return f"{value:.3g}"
+    if name.endswith("tok/s"):
+        return f"{value:,.0f}"
     return f"{value:.0f} %" if name.endswith("%") else format_us(value)
 
 

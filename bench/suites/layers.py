@@ -1,7 +1,8 @@
 """Suite `layers`: a transformer's MLP and attention, our layers against torch's DTensor.
 
 Blocks of Llama-3-8B, on CPU of an eighth of its width (bench/block_case.py), activations replicated
-between them. Decoding is forward only; prefill is forward, and forward and backward.
+between them or, in prefill, cut along the sequence too. Decoding is forward only; prefill is
+forward, and forward and backward.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from bench.block_case import (
     LLAMA_3_8B,
     MLP,
     OPS,
+    SEQUENCE,
     TRAIN,
     BlockCase,
 )
@@ -38,8 +40,8 @@ def cases(options: Options, world: int) -> list[BlockCase]:
     found = [
         BlockCase(f"{block}_{what}", m, dtype, world, sizes, options.seed)
         for block in (MLP, ATTENTION)
-        for what, rows in ((FORWARD, (*decode, *prefill)), (TRAIN, prefill))
-        for m in rows
+        for what in (FORWARD, TRAIN, f"{SEQUENCE}_{FORWARD}", f"{SEQUENCE}_{TRAIN}")
+        for m in ((*decode, *prefill) if what == FORWARD else prefill)
         for dtype in options.dtypes or LONG.values()
         if not options.ops or f"{block}_{what}" in options.ops
     ]

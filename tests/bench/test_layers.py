@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import providers, runner
-from bench.block_case import EIGHTH, LLAMA_3_8B, BlockCase, share_of
+from bench.block_case import EIGHTH, LLAMA_3_8B, BlockCase, attend, share_of
 from bench.options import Options
 from bench.suites import layers
 
@@ -52,6 +52,23 @@ def test_right_results_pass_and_wrong_ones_are_seen(op: str, dtype: str) -> None
     assert not case.check(reference, good[:-1], stock=True).ok
     halves = [share_of(case, rank, "up_proj", torch.arange(6.0).view(3, 2)) for rank in (0, 1)]
     assert torch.equal(torch.cat(halves), torch.arange(6.0).view(3, 2))
+
+
+@pytest.mark.skipif(bool(LACKS), reason=LACKS)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_our_attention_to_a_cache_is_the_block_s(tokens: int) -> None:
+    from bench.providers.blocks import attend_to_cache
+
+    torch.manual_seed(tokens)
+    q, k, v = (torch.randn(2, tokens, heads * 8) for heads in (4, 2, 2))
+    old = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    got = attend_to_cache(q, k, v, old, 8)
+    for i in range(tokens):  # the i-th new token sees those before it
+        before = [torch.cat((c, x[:, :i].view(2, i, 2, 8).transpose(1, 2)), 2)
+                  for c, x in zip(old, (k, v), strict=True)]  # fmt: skip
+        one = (x[:, i : i + 1] for x in (q, k, v))
+        want = attend(*one, (before[0], before[1]), 8)
+        torch.testing.assert_close(got[:, i : i + 1], want)
 
 
 @pytest.mark.skipif(bool(LACKS), reason=LACKS)

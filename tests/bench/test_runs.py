@@ -174,8 +174,13 @@ _options_from = cli.options_from
             "no case for --op exchange --world 1",
         ),
         (["collectives", "--shape", "16x64x64"], "--shape has no effect: only suite gemm takes it"),
+        (["gemm", "--rows", "64"], "--rows has no effect: only suite attention takes it"),
         (["model", "--size", "4K"], "--size has no effect: only suite collectives takes it"),
         (["model", "--op", "barrier"], "--op has no effect: only collectives, gemm, layers"),
+        (["model", "--out", "elsewhere"], "--out has no effect: model writes no file"),
+        (["static", "--quick"], "--quick has no effect: only collectives, gemm, layers"),
+        (["model", "static", "--dtype", "bf16"], "--dtype has no effect: only collectives"),
+        (["model", "--timeout", "3"], "--timeout has no effect: only collectives"),
     ],
 )
 def test_requests_that_make_no_sense(
