@@ -4,6 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 def host_identity() -> str: ...
+def announced(
+    method: Callable[..., Any],
+    refuse: Callable[[tuple[Any, ...], dict[str, Any], Exception], BaseException],
+) -> Any: ...
 
 class Work:
     def done(self) -> bool: ...

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import Store
@@ -56,4 +57,47 @@ class FastCalls:
     def recv(self, out: object, source: object, tag: object, /) -> Tensor | None: ...
 
 def product(x: Tensor, weight: Tensor) -> Tensor: ...
+
+class AttentionMask:
+    def __init__(
+        self,
+        *,
+        softmax_scale: float,
+        before: int,
+        after: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        dropout_p: float,
+        seed: int,
+        first_head: int,
+        all_heads: int,
+    ) -> None: ...
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pieces: Tensor,
+    k_pieces: Tensor,
+    mask: AttentionMask,
+    row_max: Tensor,
+    row_sum: Tensor,
+    acc: Tensor,
+) -> None: ...
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    q_pieces: Tensor,
+    k_pieces: Tensor,
+    mask: AttentionMask,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None: ...
+def attention_kernels(dtype: torch.dtype) -> str: ...
+def attention_threads() -> int: ...
 def has_cuda() -> bool: ...

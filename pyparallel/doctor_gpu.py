@@ -28,7 +28,9 @@ def gpus() -> Facts:
     if error:
         return {"devices": [], "links": [], "error": error}
     devices = [
-        _device(line) for line in listing.splitlines() if line.count(",") >= len(_FIELDS) - 1
+        _device(line)
+        for line in listing.splitlines()
+        if line.count(",") >= len(_FIELDS) - 1 and line.partition(",")[0].strip().isdecimal()
     ]
     if not devices:
         return {"devices": [], "links": [], "error": "nvidia-smi lists no GPU"}

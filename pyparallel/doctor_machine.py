@@ -38,7 +38,10 @@ def cpu(root: Path = Path("/")) -> Facts:
 def numa_nodes(root: Path = Path("/")) -> list[Facts]:
     """CPUs, memory and distances of each NUMA node; empty where the kernel does not say."""
     nodes = []
-    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=_node_number):
+    found = (root / "sys/devices/system/node").glob("node[0-9]*")
+    for folder in sorted(
+        (folder for folder in found if folder.name[4:].isdecimal()), key=_node_number
+    ):
         memory = [
             line for line in (_read(folder / "meminfo") or "").splitlines() if "MemTotal" in line
         ]
@@ -46,8 +49,12 @@ def numa_nodes(root: Path = Path("/")) -> list[Facts]:
             {
                 "node": _node_number(folder),
                 "cpus": (_read(folder / "cpulist") or "").strip(),
-                "memory_bytes": int(memory[0].split()[-2]) * 1024 if memory else None,
-                "distances": [int(part) for part in (_read(folder / "distance") or "").split()],
+                "memory_bytes": _kilobytes(memory[0].rpartition(":")[2]) if memory else None,
+                "distances": [
+                    int(part)
+                    for part in (_read(folder / "distance") or "").split()
+                    if part.isdecimal()
+                ],
             }
         )
     return nodes
@@ -59,7 +66,7 @@ def memory(root: Path = Path("/")) -> Facts:
     for line in (_read(root / "proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
         if name in ("MemTotal", "MemAvailable"):
-            sizes[name] = int(value.split()[0]) * 1024
+            sizes[name] = _kilobytes(value)
     limit, used = _cgroup_memory(root)
     return {
         "total_bytes": sizes.get("MemTotal"),
@@ -129,7 +136,10 @@ def _cgroup_folders(root: Path, controller: str) -> list[Path]:
     base = root / "sys/fs/cgroup"
     folders = []
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, names, path = line.split(":", 2)
+        _, *rest = line.split(":", 2)
+        if len(rest) < 2:  # no line as the kernel writes it
+            continue
+        names, path = rest
         if not names:
             top = base
         elif controller in names.split(","):
@@ -155,7 +165,7 @@ def _cgroup_memory(root: Path) -> tuple[int | None, int | None]:
             limit, used = _number(folder / limit_name), _number(folder / use_name)
             if (
                 limit is not None
-                and limit < 1 << 60
+                and 0 <= limit < 1 << 60
                 and (tightest[0] is None or limit < tightest[0])
             ):
                 tightest = (limit, used)
@@ -166,7 +176,8 @@ def _cgroup_cpus(root: Path) -> float | None:
     """CPUs that the control group's quota allows, or None for no quota."""
     quotas = []
     for folder in _cgroup_folders(root, "cpu"):
-        if (both := (_read(folder / "cpu.max") or "").split()) and both[0] != "max":
+        both = (_read(folder / "cpu.max") or "").split()  # "max 100000" without a quota
+        if len(both) == 2 and all(part.isdecimal() and int(part) for part in both):
             quotas.append(int(both[0]) / int(both[1]))
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         if quota is not None and period and quota > 0:
@@ -176,12 +187,18 @@ def _cgroup_cpus(root: Path) -> float | None:
 
 def _number(path: Path) -> int | None:
     text = (_read(path) or "").strip()
-    return int(text) if text.lstrip("-").isdigit() else None
+    return int(text) if text.removeprefix("-").isdecimal() else None
+
+
+def _kilobytes(text: str) -> int | None:
+    """The bytes of "  16 kB"; None of anything else."""
+    words = text.split()
+    return int(words[0]) * 1024 if words and words[0].isdecimal() else None
 
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return None
 

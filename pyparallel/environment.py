@@ -29,6 +29,12 @@ VARIABLES = tuple(
             "run: how the ops of a group compute, as rank 0 has it; explain() lists the names",
         ),
         (
+            "PYPARALLEL_ATTENTION_ROLES",
+            "0 or 1",
+            "0",
+            "run: 1 takes the attention forward with warp roles on sm_90, where it fits",
+        ),
+        (
             "PYPARALLEL_CUDA",
             "0, 1 or auto",
             "auto",
@@ -74,7 +80,7 @@ VARIABLES = tuple(
             "PYPARALLEL_SIMD",
             "avx512, avx2 or portable",
             "the best this CPU has",
-            "run: instruction set of CPU reductions",
+            "run: instruction set of CPU reductions and attention",
         ),
         (
             "PYPARALLEL_SPIN_US",

@@ -4,7 +4,9 @@ Needs neither torch nor the native core: any layout can be tried on any machine.
 """
 
 import argparse
+import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -28,6 +30,8 @@ from pyparallel.schedule import (
 __all__ = ["main"]
 
 _AXES = ("dp", "pp", "tp")
+MOST_RANKS = 1 << 14
+MOST_PASSES = 1 << 20  # forwards that are simulated; a minute or more from 1 << 17 on
 _DESCRIPTION = """Says for each rank its coordinate, the ranks it reduces gradients with and the
 rank it sends activations to; which ranks are active at each forward time step; and what a step
 takes. Ranks are numbered with tp fastest, then pp, dp outermost, unless --order says otherwise."""
@@ -39,12 +43,16 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         layout = _Layout.of(options)
+        _check_files(options)
         costs = _costs(options.times)
         schedule = _schedule(options, costs)
         validate(schedule)
         result = simulate(with_transfers(schedule, costs), costs)
         for path, content in _drawings(options, result):
-            path.write_bytes(content)
+            try:
+                path.write_bytes(content)
+            except OSError as error:
+                raise ScheduleError(f"{path}: cannot be written: {error.strerror}") from None
     except (ScheduleError, OSError, ImportError) as error:
         print(f"pyparallel simulate: {error}", file=sys.stderr)
         return 2
@@ -85,6 +93,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_files(options: argparse.Namespace) -> None:
+    """What cannot be written is said before the work."""
+    misfits = []
+    for name in ("trace", "svg", "png"):
+        path: Path | None = getattr(options, name)
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            misfits.append(f"--{name} {path}: there is no folder {path.parent}")
+        elif path.is_dir():
+            misfits.append(f"--{name} {path} is a folder: a file is expected")
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            misfits.append(f"--{name} {path}: it may not be written here")
+        if name == "png" and importlib.util.find_spec("matplotlib") is None:
+            misfits.append(f"--png {path} needs matplotlib; --svg does without")
+    if misfits:
+        raise ScheduleError("; ".join(misfits))
+
+
 @dataclass(frozen=True)
 class _Layout:
     """Sizes of the axes, and the order in which ranks are numbered, fastest axis first."""
@@ -98,6 +125,12 @@ class _Layout:
         misfits = [f"--{axis} {size}" for axis, size in sizes.items() if size < 1]
         if misfits:
             raise ScheduleError(f"{', '.join(misfits)}: allowed are 1, 2, 3, ...; nearest 1.")
+        world = sizes["dp"] * sizes["pp"] * sizes["tp"]
+        if world > MOST_RANKS:
+            raise ScheduleError(
+                f"{' x '.join(f'{axis} {size}' for axis, size in sizes.items())}: at most "
+                f"{MOST_RANKS} ranks are listed; dp 1 has the same pipeline"
+            )
         order = tuple(options.order.split(","))
         if sorted(order) != sorted(_AXES):
             raise ScheduleError(f"--order {options.order}: it names each of tp, pp, dp once.")
@@ -115,11 +148,12 @@ class _Layout:
 
     def ranks(self, **fixed: Iterable[int]) -> list[int]:
         """The ranks whose coordinates are among these."""
-        return [
-            rank
-            for rank in range(self.world)
-            if all(self.coordinate(rank)[axis] in values for axis, values in fixed.items())
-        ]
+        ranks, stride = [0], 1
+        for axis in self.order:
+            values = sorted(fixed.get(axis, range(self.sizes[axis])))
+            ranks = [stride * value + below for value in values for below in ranks]
+            stride *= self.sizes[axis]
+        return ranks
 
 
 def _costs(times: str | None) -> Costs:
@@ -134,13 +168,16 @@ def _costs(times: str | None) -> Costs:
         return Costs(forward, backward_input, backward_weight)
     try:
         document = json.loads(Path(times).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise ScheduleError(f"--times {times}: neither three numbers nor a file") from None
+    except OSError as error:
+        raise ScheduleError(f"--times {times[:40]}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ScheduleError(f"--times {times}: no JSON: {error}") from None
     known = {field.name for field in fields(Costs)}
     if not isinstance(document, dict) or not set(document) <= known:
-        unknown = sorted(set(document) - known) if isinstance(document, dict) else [document]
+        unknown = str(sorted(set(document) - known) if isinstance(document, dict) else [document])
+        unknown = unknown if len(unknown) <= 80 else f"{unknown[:80]}..."
         raise ScheduleError(
             f"--times {times}: {unknown} unknown; allowed are {', '.join(sorted(known))}"
         )
@@ -148,6 +185,14 @@ def _costs(times: str | None) -> Costs:
 
 
 def _schedule(options: argparse.Namespace, costs: Costs) -> Schedule:
+    chunks = max(1, options.chunks or 1)
+    if options.pp * chunks * options.microbatches > MOST_PASSES:
+        raise ScheduleError(
+            f"pp {options.pp} x {chunks} chunks x {options.microbatches} microbatches: at most "
+            f"{MOST_PASSES} passes are simulated"
+        )
+    if options.memory_limit is not None and options.memory_limit != options.memory_limit:
+        raise ScheduleError("--memory-limit nan: a number is expected")
     if options.schedule != "auto":
         if options.memory_limit is not None:
             raise ScheduleError("--memory-limit has no effect: only --schedule auto takes one.")

@@ -32,7 +32,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     files = set(Path(__file__).resolve().parent.rglob("test_*.py"))
     if files - collected:
         raise pytest.UsageError(f"no test was collected from {sorted(map(str, files - collected))}")
-    _start_compiling(session.config)
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":  # once, however many workers
+        _start_compiling(session.config)
 
 
 def _start_compiling(config: pytest.Config) -> None:

@@ -15,7 +15,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_commands():
-    assert set(cli.COMMANDS) == {"doctor", "simulate", "bench", "calibrate"}
+    assert set(cli.COMMANDS) == {
+        "doctor",
+        "launch",
+        "plan",
+        "simulate",
+        "profile",
+        "bench",
+        "calibrate",
+    }
 
 
 def test_help_names_every_command(capsys):
@@ -33,6 +41,19 @@ def test_version(capsys):
 def test_unknown_command(capsys):
     assert cli.main(["docter"]) == 2
     assert "no command 'docter'" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    """`pyparallel simulate ... | head`: no traceback, and the status that SIGPIPE leaves.
+    The pipe has no reader before the first word is written."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "pyparallel", "simulate", "--pp", "2", "--microbatches", "2"],
+            stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_bench_outside_a_source_tree_says_where_it_is(tmp_path):

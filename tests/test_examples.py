@@ -33,6 +33,7 @@ def test_two_ranks_by_torchrun():
     assert len("".join(printed.split("\n"))) == len("".join(lines)), printed
 
 
-def test_the_readme_shows_this_file():
+def test_the_readme_shows_these_files():
     readme = (ROOT / "README.md").read_text()
-    assert f"```python\n{(ROOT / 'examples/two_ranks.py').read_text()}```" in readme
+    for name in ("two_ranks.py", "four_ranks.py"):
+        assert f"```python\n{(ROOT / 'examples' / name).read_text()}```" in readme

@@ -140,7 +140,13 @@ def test_times(capsys, tmp_path):
         (["--times", "1,2"], "--times 1,2: neither three numbers nor a file"),
         (["--times", "1,2,x"], "three numbers are expected"),
         (["--times", "1,2,-3"], "is not finite and >= 0"),
-        (["--svg", "/nowhere/a.svg"], "/nowhere/a.svg"),
+        (["--times", "/"], "--times /: neither three numbers nor a file"),
+        (["--dp", 10**9], "at most 16384 ranks are listed"),
+        (["--microbatches", 10**9], "at most 1048576 passes are simulated"),
+        (["--schedule", "auto", "--memory-limit", "nan"], "--memory-limit nan: a number"),
+        (["--svg", "/dev/full"], "/dev/full: cannot be written: No space left on device"),
+        (["--svg", "/nowhere/a.svg"], "--svg /nowhere/a.svg: there is no folder /nowhere"),
+        (["--png", "/", "--trace", "/no/b"], "--trace /no/b: there is no folder /no; --png / is a"),
     ],
 )
 def test_what_cannot_be_done_is_said(capsys, arguments, message):
@@ -148,6 +154,18 @@ def test_what_cannot_be_done_is_said(capsys, arguments, message):
     assert (status, out) == (2, "")
     assert message in err
     assert err.startswith("pyparallel simulate: ")
+
+
+def test_files_are_looked_at_before_the_work(capsys, monkeypatch, tmp_path):
+    def work(*_, **__):
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr("pyparallel.simulate.generate", work)
+    for name in ("svg", "png", "trace"):
+        assert run(capsys, "--microbatches", 4, f"--{name}", tmp_path / "a" / "b")[0] == 2
+    with pytest.raises(AssertionError, match="the work began"):
+        run(capsys, "--microbatches", 4, "--svg", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(
@@ -162,6 +180,7 @@ def test_what_cannot_be_done_is_said(capsys, arguments, message):
         ('{"forward": [[1]]}', "is no number"),
         ('{"overlapped": 3}', "overlapped=3"),
         ('{"latency": [1]}', "latency"),
+        ('{"forward": 1' + "0" * 320 + "}", "at most 1e+100"),
         ('{"forward": null}', "forward"),
     ],
 )

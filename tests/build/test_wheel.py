@@ -82,7 +82,9 @@ def test_name_and_contents(wheel):
             expected.add(f"pyparallel/{path.removeprefix('csrc/')}")
         elif path.startswith("triton_kernels/") and path.endswith(".py"):
             expected.add(f"pyparallel/{path}")
-        elif path.startswith("pyparallel/") and path.endswith(".py"):
+        elif path.startswith("pyparallel/viz/page/") or (
+            path.startswith("pyparallel/") and path.endswith(".py")
+        ):
             expected.add(path)
     assert expected <= names, sorted(expected - names)
     foreign = {n for n in names if not n.startswith(("pyparallel/", "pyparallel_kernels-"))}

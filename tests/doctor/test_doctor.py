@@ -245,3 +245,24 @@ def test_a_backend_built_for_another_torch_is_named():
     found = doctor_capabilities.torch_backend(facts)
     assert not found.available
     assert "built for torch 2.9.0, but torch 2.13.0+cpu is installed" in found.reason
+
+
+def test_odd_entries_of_the_kernel_are_unknown_and_no_error(tmp_path):
+    files = {
+        "proc/meminfo": b"MemTotal:\nMemAvailable: abc kB\n\xff",
+        "proc/cpuinfo": b"\xff\xff: x\n",
+        "proc/self/cgroup": b"odd\n\n1:2\n0::/\n",
+        "sys/fs/cgroup/cpu.max": b"100 0\n",
+        "sys/fs/cgroup/memory.max": b"--5\n",
+        "sys/devices/system/node/node0/meminfo": b"Node 0 MemTotal: kB\n",
+        "sys/devices/system/node/node0/distance": b"a b\n",
+        "sys/devices/system/node/node0x/meminfo": b"",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert set(doctor_machine.memory(tmp_path).values()) == {None}
+    cpu = doctor_machine.cpu(tmp_path)
+    assert cpu["cgroup_cpus"] is None
+    (node,) = cpu["numa_nodes"]
+    assert (node["memory_bytes"], node["distances"]) == (None, [])

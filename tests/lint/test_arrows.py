@@ -16,14 +16,19 @@ ROOT = Path(__file__).resolve().parents[2]
 # Room -> the rooms of this project, and the outside packages, that it may import.
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "schedule": (set(), {"numpy"}),
-    "planner": (set(), {"numpy"}),
+    # What reads YAML, and TOML before Python 3.11, is loaded only for such a file.
+    "planner": ({"schedule"}, {"numpy", "tomli", "tomllib", "yaml"}),
     # matplotlib is loaded only for a PNG.
     "viz": ({"schedule", "planner"}, {"numpy", "matplotlib"}),
     "triton_kernels": (set(), {"triton", "torch"}),
     # _autoload only tells torch a name: its arrow back to comm is followed by the first group.
     "comm": ({"_core", "_torch", "_autoload", "errors"}, {"torch"}),
     "ops": ({"comm", "triton_kernels", "errors"}, {"torch", "triton"}),
-    "attention": ({"ops", "comm", "errors"}, {"torch"}),
+    # triton_kernels and _torch hold two of its engines; transformers only on request.
+    "attention": (
+        {"ops", "comm", "triton_kernels", "_torch", "errors"},
+        {"torch", "triton", "transformers"},
+    ),
     "layers": ({"ops", "comm", "errors"}, {"torch"}),
     "pipeline": ({"schedule", "comm", "errors"}, {"torch"}),
     "training": (
@@ -41,6 +46,11 @@ TOP = {
     "doctor_capabilities",
     "doctor_gpu",
     "doctor_machine",
+    "launch",
+    "launched",
+    "plan",
+    "plan_files",
+    "profile",
     "simulate",
 }
 # Room of csrc -> what it may include: other rooms, and single headers.

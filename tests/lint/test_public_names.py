@@ -18,6 +18,22 @@ PUBLIC = {
         group load nccl_info open_library unique_id NcclError NcclInternalError NcclInvalidArgument
         NcclInvalidUsage NcclRemoteError NcclResultError NcclSystemError NcclTimeout
         NcclUnhandledCudaError""",
+    "pyparallel.attention": """AttentionEngine AttentionExplanation CoreAttention Mask Piece
+        Pieces SHARDINGS
+        Sharding SimulatedGroup State choose_engine engine_names explain finish
+        position_ids sequence_parallel_attention shard shard_labels simulate unshard""",
+    "pyparallel.attention.hugging_face": "HuggingFaceAttention register",
+    "pyparallel.attention.ring_flash_attn": """llama3_flash_attn_prepare_cu_seqlens
+        llama3_flash_attn_varlen_func
+        llama3_flash_attn_varlen_kvpacked_func llama3_flash_attn_varlen_qkvpacked_func
+        ring_flash_attn_func ring_flash_attn_kvpacked_func
+        ring_flash_attn_qkvpacked_func ring_flash_attn_varlen_func
+        ring_flash_attn_varlen_kvpacked_func ring_flash_attn_varlen_qkvpacked_func
+        stripe_flash_attn_func stripe_flash_attn_kvpacked_func
+        stripe_flash_attn_qkvpacked_func zigzag_ring_flash_attn_func
+        zigzag_ring_flash_attn_kvpacked_func zigzag_ring_flash_attn_qkvpacked_func
+        zigzag_ring_flash_attn_varlen_func zigzag_ring_flash_attn_varlen_kvpacked_func
+        zigzag_ring_flash_attn_varlen_qkvpacked_func""",
     "pyparallel.layers": """ColumnParallelLinear Dropout FusedColumnParallelLinear GatedMLP
         HeadSplit LayerNorm ParallelizeReport ParameterLayout Partition QKVParallelLinear RMSNorm
         RandomStreams RowParallelLinear SequenceSharding ShardedEntry ShardedModule
@@ -32,13 +48,33 @@ PUBLIC = {
     "pyparallel.cli": "COMMANDS main",
     "pyparallel.pipeline": """Part Partition PipelineError PipelineExecutor StepProfile StepResult
         TiedParameter balance clip_gradient_norm_ gradient_norm materialise parameters_on_meta
-        partition_model profile
+        partition_model profile recompute
         sum_tied_gradients""",
+    "pyparallel.planner": """CLUSTERS CONVENTIONS PRECISIONS PRESETS ClusterSpec Experts FlopsReport
+        Gpu Job LatentAttention Layout Linear Link MemoryReport ModelSpec Plan PlanError Precision
+        Rejected SearchResult Space StageMemory TimeReport Violation cluster_named evaluate
+        fewest_devices linears pipeline_costs preset search violations""",
+    "pyparallel.planner.emitters": "EMITTERS SPACES Emitted emit",
+    "pyparallel.planner.importers": """BrokenRule FRAMEWORKS ConfigError Imported Note
+        import_configuration""",
     "pyparallel.schedule": """FAMILIES FORMS NO_MICROBATCH Action Channel Costs Family Kind Place
         Report Schedule ScheduleError Simulation Span Unit auto_schedule dumps generate grid loads
         simulate units validate with_steps with_transfers""",
+    "pyparallel.launch": "main parser",
+    "pyparallel.plan": "main parser",
+    "pyparallel.plan_files": "add_arguments emittable read show_imported unlike write",
+    "pyparallel.profile": "RankTime advice main read_traces",
     "pyparallel.simulate": "main",
-    "pyparallel.viz": "chrome_trace timeline_png timeline_svg",
+    "pyparallel.training.checkpoint": """CheckpointError Checkpointer PendingSave Reader
+        SaveResult export_hugging_face import_hugging_face""",
+    "pyparallel.training": """AXES CheckpointError Checkpointer Compression Coordinates Crossing
+        DataParallel ElasticSampler HostOffload LossScaler MetricsLog Neighbours ORDERS
+        ParallelConfig ParallelMesh ParallelModel PendingSave PlacedDropout Precision RandomStreams
+        SaveResult StepMemory Topology Traffic Utilization apply_recompute build_mesh check_batch
+        clip_grad_norm_ data_parallel expected_step export_hugging_face global_grad_norm
+        import_hugging_face measure_step measured_peak peak_bytes place_dropouts tied_copies""",
+    "pyparallel.viz": """VIEWS chrome_trace plan_figure plan_page sharding_svg timeline_png
+        timeline_svg""",
     "pyparallel.doctor": "main report",
 }
 
