@@ -218,6 +218,7 @@ def futures(rank: Rank) -> None:
         dist.barrier()
         assert not received.done()
         assert not whole[0].done()
+        dist.barrier()  # none sends before all have looked
         dist.send(torch.full((2, 3), float(me)), after)
         assert chained.wait() == 6 * before
         assert bool((wide[:, ::2] == before).all())
