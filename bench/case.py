@@ -125,3 +125,13 @@ def parse_shape(text: str) -> tuple[int, int, int]:
         raise ValueError(f"shape {text!r}: want M x N x K, such as 16x1024x4096")
     m, n, k = map(int, parts)
     return m, n, k
+
+
+def parse_heads(text: str) -> tuple[int, int]:
+    """ "8/2" -> heads of queries, heads of keys."""
+    parts = text.strip().split("/")
+    if len(parts) == 2 and all(p.isdigit() and int(p) > 0 for p in parts):
+        heads, kv_heads = map(int, parts)
+        if heads % kv_heads == 0:
+            return heads, kv_heads
+    raise ValueError(f"heads {text!r}: want those of queries, a multiple, / those of keys: 8/2")

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench import machine, providers, report, runner
 from bench.attention_case import OPS as ATTENTION_OPS
 from bench.block_case import OPS as BLOCK_OPS
-from bench.case import LONG, Outcome, parse_bytes, parse_shape
+from bench.case import LONG, Outcome, parse_bytes, parse_heads, parse_shape
 from bench.gemm_case import OPS as GEMM_OPS
 from bench.ops import DESCRIPTIONS, OPS
 from bench.options import Options
@@ -102,6 +102,13 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--rows", nargs="+", default=[], type=int, metavar="N", help="of suite attention: lengths"
     )
+    out.add_argument(
+        "--heads",
+        default=(),
+        type=_read_by(parse_heads),
+        metavar="Q/KV",
+        help="of suite attention: 8/2, ...",
+    )
     out.add_argument("--dtype", nargs="+", default=[], choices=LONG)
     out.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     out.add_argument("--busy", action="store_true", help="with an endless loop on every core")
@@ -153,6 +160,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         sizes=tuple(arguments.size),
         shapes=tuple(arguments.shape),
         rows=tuple(arguments.rows),
+        heads=arguments.heads,
         dtypes=tuple(LONG[d] for d in arguments.dtype),
         peers=tuple(peers),
         device=arguments.device,
@@ -220,7 +228,8 @@ def _suites(asked: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _refuse_without_effect(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     """A ValueError for a list of sizes, shapes or peers that no suite of this run reads."""
-    for option, reader in (("size", "collectives"), ("shape", "gemm"), ("rows", "attention")):
+    readers = {"size": "collectives", "shape": "gemm", "rows": "attention", "heads": "attention"}
+    for option, reader in readers.items():
         if getattr(arguments, option) and reader not in names:
             raise ValueError(f"--{option} has no effect: only suite {reader} takes it")
     for peer in arguments.peer:

@@ -1,18 +1,23 @@
-"""The conditions of a run, for the head of every result: machine, versions, commit, command."""
+"""The conditions of a run, for the head of every result, and processes that end with it."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
+import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timezone
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("torch", "triton", "numpy", "pyparallel-kernels", "mpi4py", "deepspeed")
+_PR_SET_PDEATHSIG = 1
 _SIMD = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
@@ -41,6 +46,20 @@ def describe() -> dict[str, Any]:
 def usable_cores() -> int:
     """Cores that this process may run on: under taskset, or in a container, not all of them."""
     return len(os.sched_getaffinity(0))
+
+
+def processes(count: int) -> ProcessPoolExecutor:
+    """Fresh interpreters that take work, none of which outlives this process, however it ends."""
+    return ProcessPoolExecutor(count, get_context("spawn"), die_with_parent, (os.getpid(),))
+
+
+def die_with_parent(parent: int = 0) -> None:
+    """The kernel kills this process when the thread that started it ends; parent: its process,
+    which may be gone already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent and os.getppid() != parent:
+        os._exit(1)
 
 
 def _field(path: str, name: str) -> str:

@@ -14,6 +14,7 @@ class Options:
     sizes: tuple[int, ...] = ()  # empty: the suite's own
     shapes: tuple[tuple[int, int, int], ...] = ()  # (M, N, K); empty: the suite's own
     rows: tuple[int, ...] = ()  # of suite attention; empty: the suite's own
+    heads: tuple[int, ...] = ()  # of suite attention: of queries and of keys; empty: its own
     dtypes: tuple[str, ...] = ()  # empty: all
     peers: tuple[str, ...] = ()  # beyond stock PyTorch
     device: str = "cpu"
@@ -29,7 +30,7 @@ class Options:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Options:
-        for key in ("worlds", "ops", "sizes", "rows", "dtypes", "peers"):
+        for key in ("worlds", "ops", "sizes", "rows", "heads", "dtypes", "peers"):
             data[key] = tuple(data[key])
         data["shapes"] = tuple(tuple(shape) for shape in data["shapes"])
         return Options(**data)

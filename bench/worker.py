@@ -7,11 +7,9 @@ is killed by the kernel when whoever started it dies.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ import torch
 
 from bench import providers
 from bench.contest import Contest
+from bench.machine import die_with_parent
 from bench.options import Options
 from bench.page import Page
 from bench.providers.base import Provider, Setup
@@ -35,13 +34,12 @@ SAMPLE_US = 1500.0
 # fare in the slice that the aligned start has just given them.
 BUSY_SECONDS = 12.0
 BUSY_SAMPLE_US = 100_000.0
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     rank = int(os.environ.get("BENCH_RANK") or os.environ["PMI_RANK"])
-    _die_with_parent()
+    die_with_parent()
     options = Options.from_json(spec["options"])
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(_patience(options), exit=True)
@@ -103,11 +101,6 @@ def _opened(names: list[str], options: Options, setup: Setup) -> Iterator[dict[s
 def _patience(options: Options) -> float:
     """Longest silence of a healthy rank: one wait that runs into its timeout, and some work."""
     return options.timeout * 2 + 60.0
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _Events:

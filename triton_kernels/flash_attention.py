@@ -136,7 +136,7 @@ def _launch(
     own, other = pieces_of(q_pieces), pieces_of(k_pieces)
     batch, seq, heads, size = q.shape
     if roles or (roles is None and config is None and wished()):
-        why = unfit_for_roles(q, k, v, other, mask)
+        why = unfit_for_roles(q, k, v, mask)
         if config is not None:
             why = f"{config} is of the plain one, the blocks of this one are fixed"
         if roles and why:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .flash_attention_tiles import load_parts, row_offsets, split_head
+from .flash_attention_tiles import load_parts, of_head, row_offsets, split_head
 
 __all__ = ["row_delta"]
 
@@ -31,9 +31,8 @@ def delta_kernel(
     head = tl.program_id(0) // blocks % heads
     batch = tl.program_id(0) // (blocks * heads)
     valid = rows < seq
-    dout += row_offsets(batch, dout_strides[0]) + row_offsets(head, dout_strides[2])
-    out += row_offsets(batch, out_strides[0]) + row_offsets(head, out_strides[2])
-    delta += row_offsets(batch, delta_strides[0]) + row_offsets(head, delta_strides[1])
+    dout, out = of_head(dout, batch, head, dout_strides), of_head(out, batch, head, out_strides)
+    delta = of_head(delta, batch, head, delta_strides)
     a = load_parts(dout, 0, rows, valid, dout_strides, SIZE_V, MAIN_V, TAIL_V, True, True)
     b = load_parts(out, 0, rows, valid, out_strides, SIZE_V, MAIN_V, TAIL_V, True, True)
     total = tl.zeros((ROWS,), tl.float32)

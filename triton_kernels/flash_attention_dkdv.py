@@ -18,14 +18,15 @@ from .flash_attention_gradients import (
 )
 from .flash_attention_tiles import (
     VARYING,
-    load_parts,
     met_block,
     met_segment,
     numbers_of,
+    of_head,
+    own_parts,
     place,
     products,
-    row_offsets,
     store_parts,
+    tile_rows,
     visible,
 )
 
@@ -90,13 +91,9 @@ def dkdv_kernel(
     UPCAST: tl.constexpr,
 ):
     tile, kv_head, batch = place(tiles, tile_count, kv_heads)
-    begin, rows_there = tl.load(tile), tl.load(tile + 1)
-    lanes = tl.arange(0, BLOCK_K)
-    valid = lanes < rows_there
-    k += row_offsets(batch, k_strides[0]) + row_offsets(kv_head, k_strides[2])
-    v += row_offsets(batch, v_strides[0]) + row_offsets(kv_head, v_strides[2])
-    keys = load_parts(k, begin, lanes, valid, k_strides, SIZE, MAIN, TAIL, True, FAR)
-    values = load_parts(v, begin, lanes, valid, v_strides, SIZE_V, MAIN_V, TAIL_V, True, FAR)
+    own = tile_rows(tile, BLOCK_K)
+    keys = own_parts(k, batch, kv_head, own, k_strides, SIZE, MAIN, TAIL, FAR)
+    values = own_parts(v, batch, kv_head, own, v_strides, SIZE_V, MAIN_V, TAIL_V, FAR)
     to_k = zeros(BLOCK_K, MAIN, TAIL)
     to_v = zeros(BLOCK_K, MAIN_V, TAIL_V)
 
@@ -112,10 +109,8 @@ def dkdv_kernel(
         )  # fmt: skip
 
     tile, kv_head, batch = place(tiles, tile_count, kv_heads)
-    begin = tl.load(tile)
-    valid = lanes < tl.load(tile + 1)
-    dk += row_offsets(batch, dk_strides[0]) + row_offsets(kv_head, dk_strides[2])
-    dv += row_offsets(batch, dv_strides[0]) + row_offsets(kv_head, dv_strides[2])
+    begin, lanes, valid = tile_rows(tile, BLOCK_K)
+    dk, dv = of_head(dk, batch, kv_head, dk_strides), of_head(dv, batch, kv_head, dv_strides)
     store_parts(dv, to_v, begin, lanes, valid, dv_strides, SIZE_V, MAIN_V, True)
     to_k = scaled(to_k, scale)
     store_parts(dk, to_k, begin, lanes, valid, dk_strides, SIZE, MAIN, True)
@@ -179,22 +174,20 @@ def _walk_queries(
     """(to_k, to_v) after the queries of all heads that share the kv head: of all segments the
     blocks that need no mask, or those that do."""
     lanes = tl.arange(0, BLOCK)
-    own = tl.arange(0, BLOCK_K)
-    valid = own < tl.load(tile + 1)
+    _, own, valid = tile_rows(tile, BLOCK_K)
     k_pos = tl.load(tile + 2) + own * tl.load(tile + 3)
     document = tl.load(tile + 4)
     begin_segments = tl.load(tile + 5)
     count = tl.load(tile + 6) - begin_segments
     for step in range(group * count):  # one loop for heads and segments: two take more registers
         head = kv_head * group + step // count
-        q_base = q + row_offsets(batch, q_strides[0]) + row_offsets(head, q_strides[2])
-        dout_base = dout + row_offsets(batch, dout_strides[0]) + row_offsets(head, dout_strides[2])
-        lse_base = lse + row_offsets(batch, lse_strides[0]) + row_offsets(head, lse_strides[1])
-        delta_base = delta + row_offsets(batch, delta_strides[0])
-        delta_base += row_offsets(head, delta_strides[1])
+        q_base = of_head(q, batch, head, q_strides)
+        dout_base = of_head(dout, batch, head, dout_strides)
+        lse_base = of_head(lse, batch, head, lse_strides)
+        delta_base = of_head(delta, batch, head, delta_strides)
         dq_base = dq
         if FUSED:
-            dq_base += row_offsets(batch, dq_strides[0]) + row_offsets(head, dq_strides[2])
+            dq_base = of_head(dq, batch, head, dq_strides)
         numbers = numbers_of(
             slopes, slope_strides, scale, softcap, document, seed_low, seed_high, threshold, undrop,
             first_head, all_heads, batch, head, ALIBI,

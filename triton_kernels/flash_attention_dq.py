@@ -16,14 +16,15 @@ from .flash_attention_gradients import (
 )
 from .flash_attention_tiles import (
     VARYING,
-    load_parts,
     met_block,
     met_segment,
     numbers_of,
+    of_head,
+    own_parts,
     place,
     products,
-    row_offsets,
     store_parts,
+    tile_rows,
     visible,
 )
 
@@ -83,18 +84,13 @@ def dq_kernel(
     UPCAST: tl.constexpr,
 ):
     tile, head, batch = place(tiles, tile_count, heads)
-    begin, rows_there = tl.load(tile), tl.load(tile + 1)
-    lanes = tl.arange(0, BLOCK_Q)
-    valid = lanes < rows_there
-    q += row_offsets(batch, q_strides[0]) + row_offsets(head, q_strides[2])
-    dout += row_offsets(batch, dout_strides[0]) + row_offsets(head, dout_strides[2])
-    lse += row_offsets(batch, lse_strides[0]) + row_offsets(head, lse_strides[1])
-    delta += row_offsets(batch, delta_strides[0]) + row_offsets(head, delta_strides[1])
-    queries = load_parts(q, begin, lanes, valid, q_strides, SIZE, MAIN, TAIL, True, FAR)
-    douts = load_parts(dout, begin, lanes, valid, dout_strides, SIZE_V, MAIN_V, TAIL_V, True, FAR)
+    own = tile_rows(tile, BLOCK_Q)
+    queries = own_parts(q, batch, head, own, q_strides, SIZE, MAIN, TAIL, FAR)
+    douts = own_parts(dout, batch, head, own, dout_strides, SIZE_V, MAIN_V, TAIL_V, FAR)
     log_sum, its_delta = row_numbers(
-        lse, delta, begin + lanes, valid, lse_strides[2], delta_strides[2], True
-    )
+        of_head(lse, batch, head, lse_strides), of_head(delta, batch, head, delta_strides),
+        own[0] + own[1], own[2], lse_strides[2], delta_strides[2], True,
+    )  # fmt: skip
     to_q = zeros(BLOCK_Q, MAIN, TAIL)
     for masked in tl.static_range(2):
         tile, head, batch = place(tiles, tile_count, heads)
@@ -107,9 +103,8 @@ def dq_kernel(
             DROPOUT, FAR, UPCAST,
         )  # fmt: skip
     tile, head, batch = place(tiles, tile_count, heads)
-    begin = tl.load(tile)
-    valid = lanes < tl.load(tile + 1)
-    dq += row_offsets(batch, dq_strides[0]) + row_offsets(head, dq_strides[2])
+    begin, lanes, valid = tile_rows(tile, BLOCK_Q)
+    dq = of_head(dq, batch, head, dq_strides)
     store_parts(dq, scaled(to_q, scale), begin, lanes, valid, dq_strides, SIZE, MAIN, True)
 
 
@@ -164,10 +159,9 @@ def _walk_keys(
 ):
     """to_q after all blocks of the tile that need no mask, or all that do."""
     kv_head = head // group
-    k_base = k + row_offsets(batch, k_strides[0]) + row_offsets(kv_head, k_strides[2])
-    v_base = v + row_offsets(batch, v_strides[0]) + row_offsets(kv_head, v_strides[2])
-    lanes_q, lanes = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK)
-    valid = lanes_q < tl.load(tile + 1)
+    k_base, v_base = of_head(k, batch, kv_head, k_strides), of_head(v, batch, kv_head, v_strides)
+    lanes = tl.arange(0, BLOCK)
+    _, lanes_q, valid = tile_rows(tile, BLOCK_Q)
     q_pos = tl.load(tile + 2) + lanes_q * tl.load(tile + 3)
     numbers = numbers_of(
         slopes, slope_strides, scale, softcap, tl.load(tile + 4), seed_low, seed_high, threshold,

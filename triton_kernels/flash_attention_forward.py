@@ -18,11 +18,14 @@ from .flash_attention_tiles import (
     met_block,
     met_segment,
     numbers_of,
+    of_head,
+    own_parts,
     place,
     product,
     products,
     row_offsets,
     store_parts,
+    tile_rows,
     visible,
 )
 
@@ -134,10 +137,9 @@ def _walk_keys(
 ):
     """The state after all blocks of the tile that need no mask, or all that do."""
     kv_head = head // group
-    k_base = k + row_offsets(batch, k_strides[0]) + row_offsets(kv_head, k_strides[2])
-    v_base = v + row_offsets(batch, v_strides[0]) + row_offsets(kv_head, v_strides[2])
-    lanes_q, lanes = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK)
-    valid = lanes_q < tl.load(tile + 1)
+    k_base, v_base = of_head(k, batch, kv_head, k_strides), of_head(v, batch, kv_head, v_strides)
+    lanes = tl.arange(0, BLOCK)
+    _, lanes_q, valid = tile_rows(tile, BLOCK_Q)
     q_pos = tl.load(tile + 2) + lanes_q * tl.load(tile + 3)
     numbers = numbers_of(
         slopes, slope_strides, scale, softcap, tl.load(tile + 4), seed_low, seed_high, threshold,
@@ -241,23 +243,16 @@ def forward_kernel(
     UPCAST: tl.constexpr,
 ):
     tile, head, batch = place(tiles, tile_count, heads)
-    begin, rows_there = tl.load(tile), tl.load(tile + 1)
-    lanes = tl.arange(0, BLOCK_Q)
-    rows, valid = begin + lanes, lanes < rows_there
-    q_base = q + row_offsets(batch, q_strides[0]) + row_offsets(head, q_strides[2])
-    own = load_parts(q_base, begin, lanes, valid, q_strides, SIZE, MAIN, TAIL, True, FAR)
+    own = tile_rows(tile, BLOCK_Q)
+    queries = own_parts(q, batch, head, own, q_strides, SIZE, MAIN, TAIL, FAR)
     if LOAD:
-        max_base = row_max + row_offsets(batch, row_max_strides[0])
-        max_base += row_offsets(head, row_max_strides[1])
-        sum_base = row_sum + row_offsets(batch, row_sum_strides[0])
-        sum_base += row_offsets(head, row_sum_strides[1])
-        acc_base = acc + row_offsets(batch, acc_strides[0]) + row_offsets(head, acc_strides[2])
+        rows, valid = own[0] + own[1], own[2]
+        max_base = of_head(row_max, batch, head, row_max_strides)
+        sum_base = of_head(row_sum, batch, head, row_sum_strides)
         m = tl.load(max_base + row_offsets(rows, row_max_strides[2]), valid, other=float("-inf"))
         m = m * LOG2E
         total = tl.load(sum_base + row_offsets(rows, row_sum_strides[2]), valid, other=0.0)
-        sums = load_parts(
-            acc_base, begin, lanes, valid, acc_strides, SIZE_V, MAIN_V, TAIL_V, True, FAR
-        )
+        sums = own_parts(acc, batch, head, own, acc_strides, SIZE_V, MAIN_V, TAIL_V, FAR)
     else:
         m = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_Q,), tl.float32)
@@ -268,7 +263,7 @@ def forward_kernel(
     for masked in tl.static_range(2):
         tile, head, batch = place(tiles, tile_count, heads)
         m, total, sums = _walk_keys(
-            m, total, sums, own, k, v, k_blocks, v_blocks, slopes, tile, segments, k_strides,
+            m, total, sums, queries, k, v, k_blocks, v_blocks, slopes, tile, segments, k_strides,
             v_strides, slope_strides, scale, softcap, undrop, threshold, seed_low, seed_high,
             first_head, all_heads, before, after, batch, head, group, masked == 1, SIZE, MAIN, TAIL,
             SIZE_V, MAIN_V, TAIL_V, BLOCK_Q, EDGE if masked == 1 else BLOCK_K, DESCRIPTORS, FOLD,
@@ -276,24 +271,24 @@ def forward_kernel(
         )  # fmt: skip
 
     tile, head, batch = place(tiles, tile_count, heads)
-    begin = tl.load(tile)
-    rows, valid = begin + lanes, lanes < tl.load(tile + 1)
+    begin, lanes, valid = tile_rows(tile, BLOCK_Q)
+    rows = begin + lanes
     if FINISH:
         sink = 0.0
         if SINKS:
             sink = tl.load(sinks + head).to(tl.float32)
         factor, log_sum = _normalised(m, total, sink, SINKS)
-        lse_base = lse + row_offsets(batch, lse_strides[0]) + row_offsets(head, lse_strides[1])
+        lse_base = of_head(lse, batch, head, lse_strides)
         tl.store(lse_base + row_offsets(rows, lse_strides[2]), log_sum, valid)
-        out_base = out + row_offsets(batch, out_strides[0]) + row_offsets(head, out_strides[2])
+        out_base = of_head(out, batch, head, out_strides)
         results = ()
         for part in tl.static_range(len(sums)):
             results = append(results, sums[part] * factor[:, None])
         store_parts(out_base, results, begin, lanes, valid, out_strides, SIZE_V, MAIN_V, False)
     else:
-        row_max += row_offsets(batch, row_max_strides[0]) + row_offsets(head, row_max_strides[1])
-        row_sum += row_offsets(batch, row_sum_strides[0]) + row_offsets(head, row_sum_strides[1])
-        acc += row_offsets(batch, acc_strides[0]) + row_offsets(head, acc_strides[2])
+        row_max = of_head(row_max, batch, head, row_max_strides)
+        row_sum = of_head(row_sum, batch, head, row_sum_strides)
+        acc = of_head(acc, batch, head, acc_strides)
         tl.store(row_max + row_offsets(rows, row_max_strides[2]), m * LN2, valid)
         tl.store(row_sum + row_offsets(rows, row_sum_strides[2]), total, valid)
         store_parts(acc, sums, begin, lanes, valid, acc_strides, SIZE_V, MAIN_V, False)
@@ -325,9 +320,9 @@ def finish_kernel(
     head = tl.program_id(0) // blocks % heads
     batch = tl.program_id(0) // (blocks * heads)
     valid = rows < seq
-    row_max += row_offsets(batch, row_max_strides[0]) + row_offsets(head, row_max_strides[1])
-    row_sum += row_offsets(batch, row_sum_strides[0]) + row_offsets(head, row_sum_strides[1])
-    acc += row_offsets(batch, acc_strides[0]) + row_offsets(head, acc_strides[2])
+    row_max = of_head(row_max, batch, head, row_max_strides)
+    row_sum = of_head(row_sum, batch, head, row_sum_strides)
+    acc = of_head(acc, batch, head, acc_strides)
     m = tl.load(row_max + row_offsets(rows, row_max_strides[2]), valid, other=float("-inf")) * LOG2E
     total = tl.load(row_sum + row_offsets(rows, row_sum_strides[2]), valid, other=0.0)
     sums = load_parts(acc, 0, rows, valid, acc_strides, SIZE_V, MAIN_V, TAIL_V, True, True)
@@ -335,9 +330,9 @@ def finish_kernel(
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
     factor, log_sum = _normalised(m, total, sink, SINKS)
-    lse += row_offsets(batch, lse_strides[0]) + row_offsets(head, lse_strides[1])
+    lse = of_head(lse, batch, head, lse_strides)
     tl.store(lse + row_offsets(rows, lse_strides[2]), log_sum, valid)
-    out += row_offsets(batch, out_strides[0]) + row_offsets(head, out_strides[2])
+    out = of_head(out, batch, head, out_strides)
     results = ()
     for part in tl.static_range(len(sums)):
         results = append(results, sums[part] * factor[:, None])

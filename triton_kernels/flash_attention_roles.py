@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .flash_attention_roles_steps import (
     NOTHING,
     anew,
+    clear_rest,
     far_offsets,
     is_visible,
     own_rows,
@@ -204,6 +205,9 @@ def _read_blocks(
                 sums = sums * gl.convert_layout(shrink, OF_SUM_ROWS)[:, None]
                 weights = packed(weights, values)
                 turn += 1
+            left = (end - start) % BLOCK
+            if left > 0:
+                clear_rest(values, values_there, turn - 1, left, SIZE_V, BLOCK, BUFFERS)
             done = gl.where(end > start, 0, done)
         sums = start_sums(
             weights, sums, values, values_there, turn - 1, OF_WEIGHTS, SIZE_V, BLOCK, BUFFERS

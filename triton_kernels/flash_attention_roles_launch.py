@@ -7,14 +7,13 @@ GPU has compared the two yet, so nothing chooses it by itself.
 
 import importlib
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .flash_attention_arguments import MaskLike, StateLike, fits_descriptor, mask_constants
 from .flash_attention_configurations import family_of
-from .flash_attention_plan import NO_LIMIT, device_plan, reach, rows_outside
+from .flash_attention_plan import NO_LIMIT, device_plan, reach
 
 __all__ = ["launch_roles", "unfit_for_roles", "wished"]
 
@@ -39,7 +38,6 @@ def unfit_for_roles(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_pieces: Sequence[tuple[int, ...]],
     mask: MaskLike,
     arch: "int | None" = None,
 ) -> str:
@@ -62,13 +60,6 @@ def unfit_for_roles(
         return "softcap, ALiBi, dropout or a scale that is not positive"
     if not all(fits_descriptor(x) for x in (q, k, v)):
         return "an operand that TMA does not take: 16-byte strides and a contiguous head are needed"
-    outside = rows_outside(k_pieces, k.size(1))
-    if outside:
-        begin, length = outside[0][:2]
-        return (
-            f"keys {begin} .. {begin + length - 1} are in no piece; blocks are loaded whole, and "
-            "what lies there may be NaN"
-        )
     return ""
 
 

@@ -2,7 +2,11 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
 
 from .flash_attention_tiles import row_offsets, seen_rows, visible
 
@@ -110,6 +114,35 @@ def start_sums(
     mbarrier.wait(there.index(buffer), turn // BUFFERS & 1)
     its = values.index(buffer).reshape([BLOCK, SIZE_V])
     return warpgroup_mma(ready, its, sums, is_async=True)
+
+
+@gluon.jit
+def clear_rest(
+    values,
+    there,
+    turn,
+    left,
+    SIZE_V: gl.constexpr,
+    BLOCK: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """The values of this turn from row `left` of their block on become 0, once they are there: they
+    are another document's, or nobody's, and what is not finite there a weight of 0 would not hide.
+    Both readers write the same, before a product of their own reads it: neither waits for the
+    other."""
+    OF_PART: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE_V, SIZE_V // 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = 16
+    buffer = turn % BUFFERS
+    mbarrier.wait(there.index(buffer), turn // BUFFERS & 1)
+    its = values.index(buffer).reshape([BLOCK, SIZE_V])
+    nothing = gl.full([ROWS, SIZE_V], 0.0, values.dtype, OF_PART)
+    for part in gl.static_range(BLOCK // ROWS):
+        if left < ROWS * (part + 1):
+            some = its.slice(ROWS * part, ROWS)
+            inside = ROWS * part + gl.arange(0, ROWS, gl.SliceLayout(1, OF_PART)) < left
+            some.store(gl.where(inside[:, None], some.load(OF_PART), nothing))
+    fence_async_shared()  # products and copies see what was written,
+    gl.barrier()  # by any warp of the reader
 
 
 @gluon.jit

@@ -52,6 +52,20 @@ def row_offsets(rows, stride):
 
 
 @triton.jit
+def of_head(x, batch, head, strides):
+    """Where row 0 of a head lies; strides: (batch, row, head, column), or (batch, head, row)."""
+    HEAD: tl.constexpr = len(strides) - 2
+    return x + row_offsets(batch, strides[0]) + row_offsets(head, strides[HEAD])
+
+
+@triton.jit
+def tile_rows(tile, BLOCK: tl.constexpr):
+    """(first row of a tile, lanes of the program, which of them are rows of the tile)."""
+    lanes = tl.arange(0, BLOCK)
+    return tl.load(tile), lanes, lanes < tl.load(tile + 1)
+
+
+@triton.jit
 def block_offsets(lanes, columns, strides, FAR: tl.constexpr):
     """[lanes, columns] from a block's first row, in 32 bits unless a block itself reaches FAR. Of
     blocks that are loaded again and again that halves what addresses take of the registers; where
@@ -105,6 +119,24 @@ def load_parts(
         tail = load_part(base, row, lanes, valid, strides, SIZE, MAIN, TAIL, CHECK_ROWS, FAR)
         parts = append(parts, tail)
     return parts
+
+
+@triton.jit
+def own_parts(
+    x,
+    batch,
+    head,
+    own,  # by tile_rows
+    strides,
+    SIZE: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    FAR: tl.constexpr,
+):
+    """The program's own rows of one head."""
+    begin, lanes, valid = own
+    base = of_head(x, batch, head, strides)
+    return load_parts(base, begin, lanes, valid, strides, SIZE, MAIN, TAIL, True, FAR)
 
 
 @triton.jit

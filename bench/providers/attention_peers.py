@@ -3,7 +3,8 @@
     flash_attn         stock PyTorch's way (attention.py) with flash-attn's kernel for torch's
     ring_flash_attn    its zigzag ring under a causal mask, its ring without, its llama3 form of
                        packed documents
-    context_parallel   torch's own (torch.distributed.tensor.experimental), zigzag under a mask
+    context_parallel   torch's own (torch.distributed.tensor.experimental), zigzag under a mask,
+                       contiguous without
 
 A pattern that a package does not have is no row. None of them is imported before it is asked for.
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
 from bench.attention_case import AttentionCase, Inputs, Output
 from bench.providers.attention import Call, StockAttention, called
@@ -125,22 +126,25 @@ class ContextParallel(TorchDistributed):
         if case.sizes.rows % (2 * case.world):
             raise Unsupported(f"{case.sizes.rows} rows on {case.world} ranks")
         mesh = DeviceMesh.from_group(self.group, inputs.q.device.type)
-        # It cuts in zigzag by itself where it is causal, and takes that for granted without.
-        rows = _cut("zigzag", case, self.setup.rank)
+        rows = _cut("zigzag" if case.causal else "contiguous", case, self.setup.rank)
         each = case.sizes.heads // case.sizes.kv_heads
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k, v = (x.repeat_interleave(each, 2) for x in (k, v))  # it knows no grouped heads
             heads = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-            return scaled_dot_product_attention(*heads, is_causal=case.causal).transpose(1, 2)
+            # Looked up in its module, where context_parallel puts another in its place.
+            attention = functional.scaled_dot_product_attention
+            return attention(*heads, is_causal=case.causal).transpose(1, 2)
 
         call = called(case, inputs, rows, attend)
-        length = torch.empty(case.sizes.rows, dtype=torch.uint8, device=inputs.q.device)
+        # It wants something to cut, and takes rows for zigzag where that divides by twice the
+        # ranks; without a causal mask it refuses those.
+        length = case.sizes.rows if case.causal else case.world
+        something = torch.empty(length, dtype=torch.uint8, device=inputs.q.device)
 
         def inside() -> Output:
-            # Backward too; it wants something to cut, from which it takes the length.
-            with context_parallel(mesh, buffers=[length], buffer_seq_dims=[0]):
-                return call()
+            with context_parallel(mesh, buffers=[something], buffer_seq_dims=[0]):
+                return call()  # backward too
 
         return inside
 

@@ -7,11 +7,10 @@ memory), not to the baseline; and so are kernels that the baseline does not have
 
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
-from multiprocessing import get_context
 from pathlib import Path
 
+from bench import machine
 from bench.static.compiling import compile_for
 from bench.static.order import misfits
 from bench.static.reading import Row, faults, read, worse
@@ -77,7 +76,7 @@ def read_all(keys: Sequence[str], workers: int) -> Iterator[tuple[Row, list[str]
     if workers < 2:
         yield from map(_read_key, keys)
         return
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    with machine.processes(workers) as pool:
         yield from pool.map(_read_key, keys)
 
 

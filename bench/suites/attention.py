@@ -55,6 +55,12 @@ def cases(options: Options, world: int) -> list[AttentionCase]:
         found += [AttentionCase(op, s, world, options.seed) for op in asked for s in CPU_FORWARD]
     if options.dtypes and dtype not in options.dtypes:
         return []
+    if options.heads:
+        heads, kv_heads = options.heads
+        found = [
+            replace(case, sizes=replace(case.sizes, heads=heads, kv_heads=kv_heads))
+            for case in found
+        ]
     return sorted(found, key=lambda case: -case.flops)
 
 

@@ -137,6 +137,9 @@ def _lengths(packed: Any) -> tuple[Any, Any]:
     layout = getattr(packed, "qkv_format", "thd")
     if layout != "thd":
         raise Unsupported(f"packed_seq_params.qkv_format is {layout!r}; expected 'thd'")
+    for name in ("cp_group", "local_cp_size"):
+        if getattr(packed, name, None) is not None:
+            raise Unsupported(f"packed_seq_params.{name} is set; the group is this module's own")
     found = []
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         lengths, padded = getattr(packed, name, None), getattr(packed, f"{name}_padded", None)

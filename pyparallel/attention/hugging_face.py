@@ -82,6 +82,10 @@ class HuggingFaceAttention:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         try:
             cu_seqlens = self._documents(more)
+            if sliding_window is not None and sliding_window < 1:
+                raise Unsupported(
+                    f"sliding_window is {sliding_window}; expected 1 or more, or None"
+                )
             if attention_mask is not None:
                 raise Unsupported(
                     f"attention_mask has shape {list(attention_mask.shape)}; over a sharded "
@@ -108,7 +112,7 @@ class HuggingFaceAttention:
             strategy=self.strategy,
             sharding=self.sharding,
             layout="bhsd",
-            causal=bool(causal),
+            causal=causal,
             window_size=(reach, reach),
             softcap=softcap or 0.0,
             sinks=s_aux,

@@ -14,6 +14,7 @@ more general here: rows need not divide evenly, and zigzag and stripe need no ca
 """
 
 from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature, signature
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyparallel.attention.cu_seqlens import host_lengths
+from pyparallel.attention.request import check_operands
 from pyparallel.attention.sequence_parallel import sequence_parallel_attention
 from pyparallel.attention.transport import Transport, transport_of
 from pyparallel.errors import InvalidArgument
@@ -40,6 +42,9 @@ __all__ = [
     "stripe_flash_attn_func",
     "stripe_flash_attn_kvpacked_func",
     "stripe_flash_attn_qkvpacked_func",
+    "stripe_flash_attn_varlen_func",
+    "stripe_flash_attn_varlen_kvpacked_func",
+    "stripe_flash_attn_varlen_qkvpacked_func",
     "zigzag_ring_flash_attn_func",
     "zigzag_ring_flash_attn_kvpacked_func",
     "zigzag_ring_flash_attn_qkvpacked_func",
@@ -100,30 +105,31 @@ def _dense(sharding: str, name: str) -> tuple[Callable[..., Result], ...]:
         )  # fmt: skip
         return _result(found, return_attn_probs)
 
-    return _named(name, f"{sharding} shards, [batch, rows, heads, head_dim].", func, 7)
+    return _named(name, f"{sharding} shards, [batch, rows, heads, head_dim].", func)
 
 
-def _packed_forms(func: Callable[..., Result], others: int) -> tuple[Callable[..., Result], ...]:
-    """`func` with k and v in one tensor, and with all three; `others` arguments precede `group`."""
+def _packed_forms(func: Callable[..., Result]) -> tuple[Callable[..., Result], ...]:
+    """`func` with k and v in one tensor, and with all three."""
+    q, _, _, *others = signature(func).parameters.values()
 
-    def kvpacked(q: Tensor, kv: Tensor, *args: Any, group: Any = None, **more: Any) -> Result:
-        asked = _group(args[others] if len(args) > others else group)
-        k, v = _unpacked("kv", kv, 2, asked)
-        return func(q, k, v, *args[:others], **more, group=asked)
+    def packed(name: str, alone: list[Parameter]) -> Callable[..., Result]:
+        takes = Signature([*alone, q.replace(name=name), *others])
 
-    def qkvpacked(qkv: Tensor, *args: Any, group: Any = None, **more: Any) -> Result:
-        asked = _group(args[others] if len(args) > others else group)
-        q, k, v = _unpacked("qkv", qkv, 3, asked)
-        return func(q, k, v, *args[:others], **more, group=asked)
+        def call(*args: Any, **more: Any) -> Result:
+            given = takes.bind(*args, **more).arguments
+            given["group"] = _group(given.get("group"))
+            parts = _unpacked(name, given.pop(name), 3 - len(alone), given["group"])
+            return func(*(given.pop(one.name) for one in alone), *parts, **given)
 
-    return kvpacked, qkvpacked
+        call.__signature__ = takes  # type: ignore[attr-defined]
+        return call
+
+    return packed("kv", [q]), packed("qkv", [])
 
 
-def _named(
-    name: str, what: str, func: Callable[..., Result], others: int
-) -> tuple[Callable[..., Result], ...]:
+def _named(name: str, what: str, func: Callable[..., Result]) -> tuple[Callable[..., Result], ...]:
     """All three forms, with their names."""
-    functions = func, *_packed_forms(func, others)
+    functions = func, *_packed_forms(func)
     for function, form in zip(functions, ("", "kvpacked_", "qkvpacked_"), strict=True):
         function.__name__ = function.__qualname__ = f"{name}_{form}func"
         function.__doc__ = function.__doc__ or f"Attention of {what} See the head of this file."
@@ -152,7 +158,7 @@ def _varlen(sharding: str, name: str) -> tuple[Callable[..., Result], ...]:
         transport = _transport(q, group)
         try:
             own = _own_lengths(cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
-        except ValueError as error:
+        except Exception as error:
             raise transport.refused("sequence_parallel_attention", error) from None
         found = sequence_parallel_attention(
             q, k, v, group=group, strategy="ring", sharding=sharding, causal=causal, layout="thd",
@@ -163,7 +169,7 @@ def _varlen(sharding: str, name: str) -> tuple[Callable[..., Result], ...]:
         )  # fmt: skip
         return _result(found, return_attn_probs)
 
-    return _named(name, f"packed documents, each in {sharding} shards.", func, 9)
+    return _named(name, f"packed documents, each in {sharding} shards.", func)
 
 
 def _own_lengths(values: Any, longest: Any, name: str, longest_name: str) -> tuple[int, ...]:
@@ -171,9 +177,9 @@ def _own_lengths(values: Any, longest: Any, name: str, longest_name: str) -> tup
     if not lengths:
         raise InvalidArgument(f"{name} is {values!r}; expected [0, ..., tokens]")
     most = max((b - a for a, b in pairwise(lengths)), default=0)
-    if isinstance(longest, Tensor):
-        longest = int(longest)
-    if not isinstance(longest, int) or longest < most:
+    if isinstance(longest, Tensor) and longest.numel() == 1:
+        longest = longest.item()
+    if isinstance(longest, bool) or not isinstance(longest, int) or longest < most:
         raise InvalidArgument(
             f"{longest_name} is {longest!r}; the longest document of {name} has {most} tokens"
         )
@@ -205,6 +211,11 @@ def _own_lengths(values: Any, longest: Any, name: str, longest_name: str) -> tup
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 ) = _varlen("zigzag", "zigzag_ring_flash_attn_varlen")
+(
+    stripe_flash_attn_varlen_func,
+    stripe_flash_attn_varlen_kvpacked_func,
+    stripe_flash_attn_varlen_qkvpacked_func,
+) = _varlen("striped", "stripe_flash_attn_varlen")
 
 
 # --- llama3: the whole packed sequence in contiguous parts, all needed keys gathered
@@ -280,6 +291,7 @@ def llama3_flash_attn_varlen_func(
     group = _group(group)
     transport = _transport(q, group)
     try:
+        check_operands(q, k, v, None, alibi_slopes, "thd", True)
         own_q = _own_lengths(cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
         own_k = _own_lengths(cu_seqlens_k, max_seqlen_k, "cu_seqlens_k", "max_seqlen_k")
         tokens, kv_heads = q.shape[0], k.shape[1]
@@ -287,6 +299,10 @@ def llama3_flash_attn_varlen_func(
             raise InvalidArgument(
                 f"heads_k_stride is {heads_k_stride!r}; expected a divisor of the {kv_heads} key "
                 "heads"
+            )
+        if not isinstance(return_attn_probs, bool):
+            raise InvalidArgument(
+                f"return_attn_probs is {return_attn_probs!r}; expected True or False"
             )
         begin = _check_slice(own_q, own_k, local_k_slice, tokens, causal, transport.rank)
     except Exception as error:
@@ -296,6 +312,8 @@ def llama3_flash_attn_varlen_func(
               *(begin + n for n in own_q[1:-1])]  # fmt: skip
     op = "sequence_parallel_attention: llama3"
     counts = transport.agree(op, [len(starts), tokens])
+    if len({tokens for _, tokens in counts}) > 1:
+        raise InvalidArgument(f"{op}: the ranks hold {[n for _, n in counts]} tokens, not as many")
     most = max(count for count, _ in counts)
     every = transport.agree(op, [*starts, *([-1] * (most - len(starts)))])
     total = sum(tokens for _, tokens in counts)
@@ -331,6 +349,7 @@ def _check_slice(
     begin = rank * tokens
     good = (
         isinstance(keys, slice)
+        and keys.step in (None, 1)
         and own_q[-1] == tokens
         and len(own_q) == len(own_k)
         and keys.start is not None
@@ -356,5 +375,4 @@ def _check_slice(
     "llama3_flash_attn_varlen",
     "packed documents in contiguous even parts.",
     llama3_flash_attn_varlen_func,
-    13,
 )

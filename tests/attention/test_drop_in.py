@@ -15,7 +15,11 @@ DENSE = {
     "zigzag": "zigzag_ring_flash_attn",
     "striped": "stripe_flash_attn",
 }
-VARLEN = {"contiguous": "ring_flash_attn_varlen", "zigzag": "zigzag_ring_flash_attn_varlen"}
+VARLEN = {
+    "contiguous": "ring_flash_attn_varlen",
+    "zigzag": "zigzag_ring_flash_attn_varlen",
+    "striped": "stripe_flash_attn_varlen",
+}
 # dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 ARGUMENTS = (0.0, 0.3, True, (6, 0), SLOPES, True, True)
@@ -124,21 +128,31 @@ def test_llama3_varlen_and_its_helper(causal, stride):
 
 
 def test_arguments_have_the_order_of_ring_flash_attention():
+    """Of all forms; what is in none of them, or twice, is a TypeError."""
     common = ["dropout_p", "softmax_scale", "causal", "window_size", "alibi_slopes",
               "deterministic", "return_attn_probs", "group"]  # fmt: skip
-    for name in DENSE.values():
-        function = getattr(ring_flash_attn, f"{name}_func")
-        assert list(inspect.signature(function).parameters) == ["q", "k", "v", *common]
-        assert function.__name__ == f"{name}_func"
-    for name in VARLEN.values():
-        function = getattr(ring_flash_attn, f"{name}_func")
-        between = ["cu_seqlens", "max_seqlen"]
-        assert list(inspect.signature(function).parameters) == ["q", "k", "v", *between, *common]
-    function = ring_flash_attn.llama3_flash_attn_varlen_func
-    between = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "heads_k_stride",
-               "local_k_slice"]  # fmt: skip
-    assert list(inspect.signature(function).parameters) == ["q", "k", "v", *between, *common]
+    of_llama3 = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "heads_k_stride",
+                 "local_k_slice"]  # fmt: skip
+    names = {
+        **dict.fromkeys(DENSE.values(), ()),
+        **dict.fromkeys(VARLEN.values(), ("cu_seqlens", "max_seqlen")),
+        "llama3_flash_attn_varlen": of_llama3,
+    }
+    for name, between in names.items():
+        for form, operands in (("", ["q", "k", "v"]), ("kvpacked_", ["q", "kv"]),
+                               ("qkvpacked_", ["qkv"])):  # fmt: skip
+            function = getattr(ring_flash_attn, f"{name}_{form}func")
+            assert list(inspect.signature(function).parameters) == [*operands, *between, *common]
+            assert function.__name__ == f"{name}_{form}func"
     assert set(ring_flash_attn.__all__) <= set(dir(ring_flash_attn))
+    q = torch.randn(1, 4, 3, 2, 8)
+    function = ring_flash_attn.ring_flash_attn_qkvpacked_func
+    with pytest.raises(TypeError, match="too many positional"):
+        function(q, *ARGUMENTS, None, "and more")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'softcap'"):
+        function(q, softcap=3.0)
+    with pytest.raises(TypeError, match="multiple values for argument 'group'"):
+        function(q, *ARGUMENTS, None, group=None)
 
 
 def test_drop_in_names_refuse_what_they_cannot_honour():
@@ -159,10 +173,46 @@ def test_drop_in_names_refuse_what_they_cannot_honour():
         (lambda g: ring_flash_attn.llama3_flash_attn_varlen_func(
             q[0], q[0], q[0], lengths, lengths, 4, 4, 1, slice(0, 5), group=g),
          "llama3_flash_attn_prepare_cu_seqlens makes them"),
+        (lambda g: ring_flash_attn.ring_flash_attn_varlen_func(
+            q[0], q[0], q[0], lengths, lengths, group=g), r"max_seqlen is tensor\(\[0, 4\]\)"),
+        (lambda g: ring_flash_attn.ring_flash_attn_varlen_func(
+            q[0], q[0], q[0], lengths, True, group=g), "max_seqlen is True"),
+        *((lambda g, change=change: llama3(g, **change), text) for change, text in (
+            ({"local_k_slice": slice(0, 4, 2)}, "llama3_flash_attn_prepare_cu_seqlens makes them"),
+            ({"v": torch.randn(4, 4, 8)}, "they may differ in the last dim only"),
+            ({"q": torch.randn(4, 5, 8)}, "q has 5 heads, k 2; expected a multiple"),
+            ({"alibi_slopes": torch.ones(8)}, r"alibi_slopes has shape \[8\]"),
+            ({"alibi_slopes": [0.5, 0.5]}, "alibi_slopes is a list"),
+            ({"return_attn_probs": 2}, "return_attn_probs is 2; expected True or False"),
+        )),
     ]  # fmt: skip
+
+    def llama3(group, **change):
+        borders = torch.tensor([0, 4 * group.world_size])
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
+        prepared = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+            borders, True, group.rank, group.world_size
+        )
+        given = {"q": q[0], "k": q[0], "v": q[0], "heads_k_stride": 1, "causal": True,
+                 **dict(zip(names, prepared, strict=True)), **change}  # fmt: skip
+        return ring_flash_attn.llama3_flash_attn_varlen_func(**given, group=group)
+
     for call, text in faults:
         with pytest.raises(ValueError, match=text):
             simulate(2, call)
+
+    def uneven(group):
+        rows = 5 - group.rank
+        lengths = torch.tensor([0, rows])
+        begin = group.rank * rows
+        return llama3(
+            group, **dict.fromkeys("qkv", torch.randn(rows, 2, 8)), cu_seqlens_q=lengths,
+            cu_seqlens_k=lengths, max_seqlen_q=rows, max_seqlen_k=rows,
+            local_k_slice=slice(begin, begin + rows),
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match=r"the ranks hold \[5, 4\] tokens"):
+        simulate(2, uneven)
     with pytest.raises(ValueError, match="group is None, which is the world, and there is none"):
         ring_flash_attn.ring_flash_attn_func(q, q, q)
 
@@ -216,6 +266,7 @@ def test_core_attention_refuses_masks_it_cannot_honour():
         ((None, "arbitrary"), "attn_mask_type is 'arbitrary'"),
         ((None, None, None, padded), "cu_seqlens_q_padded differs"),
         ((None, None, None, SimpleNamespace(qkv_format="sbhd")), "qkv_format is 'sbhd'"),
+        ((None, None, None, SimpleNamespace(cp_group=q)), "cp_group is set"),
     ]
     for given, text in faults:
         with pytest.raises(ValueError, match=text):

@@ -140,6 +140,8 @@ def test_what_a_model_asks_beyond_is_refused():
         ((None,), {"head_mask": q}, "unknown keywords: head_mask"),
         ((None,), {"output_attentions": True}, "unknown keywords: output_attentions"),
         ((None,), {"cu_seq_lens_q": torch.tensor([0, 8])}, "cu_seq_lens_q and cu_seq_lens_k"),
+        ((None,), {"sliding_window": 0}, "sliding_window is 0; expected 1 or more"),
+        ((None,), {"is_causal": "no"}, "causal is 'no'; expected True or False"),
     ]
     make = {"sharding": "zigzag", "strategy": "auto", "deterministic": False, "cu_seqlens": None}
     for given, more, text in faults:

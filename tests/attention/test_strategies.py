@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from pyparallel.attention import SHARDINGS
+from pyparallel.attention import SHARDINGS, SimulatedGroup
 from tests.attention.whole import Case, check
 
 BOUND = 1e-6
@@ -122,6 +122,37 @@ def test_padding_is_neither_read_nor_given_gradients():
                 for name in ("out", "dq", "dk", "dv"):
                     assert (found[name][:, end:] == 0).all(), (name, strategy)
                 assert (found["lse"][:, :, end:] == -math.inf).all()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "hybrid", "decode"])
+def test_nothing_is_used_before_it_has_arrived(strategy, monkeypatch):
+    """Sends that read their tensors when they are waited for, into receivers that hold NaN until
+    then, as all memory does that was not written: the bits of messages that are waited for at
+    once, forward and backward."""
+    torch.manual_seed(3)
+    case = Case.random(rows=29, heads=6, kv_heads=2, causal=True, sinks=True)
+    really = SimulatedGroup.exchange
+
+    def at_once(group, sends, receives, tag):
+        really(group, sends, receives, tag)()
+        return lambda: None
+
+    def late(group, sends, receives, tag):
+        for message in receives:
+            message.tensor.fill_(math.nan)
+        return lambda: really(group, sends, receives, tag)()
+
+    found = []
+    for exchange, poison in ((at_once, False), (late, True)):
+        monkeypatch.setattr(SimulatedGroup, "exchange", exchange)
+        torch.use_deterministic_algorithms(poison)  # what is not written is NaN
+        try:
+            assert torch.empty(3).isnan().all() or not poison
+            found.append(case.simulated(4, strategy=strategy))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for name in ("out", "lse", "dq", "dk", "dv", "dsinks"):
+        assert torch.equal(found[0][name], found[1][name]), name
 
 
 def test_dtypes_of_results_and_gradients():

@@ -126,6 +126,11 @@ def rms_error(got: Tensor, want: Tensor) -> float:
     return float((got - want).square().mean().sqrt() / scale.clamp(min=1e-30))
 
 
+def largest_error(got: Tensor, want: Tensor) -> float:
+    """Of any element."""
+    return float((got.double() - want.double()).abs().max())
+
+
 def check(found: dict[str, Any], want: dict[str, Tensor], bound: float, what: object) -> None:
     for name in TENSORS:
         if name in want and want[name].numel():

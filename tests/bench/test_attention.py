@@ -71,6 +71,8 @@ def test_cases_and_goals() -> None:
     assert [(c.op, c.size) for c in asked] == [
         ("full_train", "99 x 8/2 x 128"), ("full_train", "5 x 8/2 x 128")
     ]  # fmt: skip
+    (few,) = attention.cases(Options(rows=(99,), ops=("full_train",), heads=(4, 1)), 2)
+    assert few.size == "99 x 4/1 x 128"
     assert not attention.cases(Options(dtypes=("bfloat16",)), 2)
     row = Row(
         "attention", "causal_forward", "attention", [8192, 8, 2, 128], "float32", 2, "torch+gloo",
@@ -87,14 +89,22 @@ def test_all_sides_are_verified_and_timed(monkeypatch: pytest.MonkeyPatch) -> No
     """Packages of others are stand-ins that take their arguments."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "stand_ins"))
     ops = ("causal_forward", "full_forward", "documents_train", "window_forward")
-    peers = ("flash_attn", "ring_flash_attn")
-    options = Options(quick=True, worlds=(2,), ops=ops, peers=peers, seconds=0.4, timeout=150.0)
+    replace = {"context_parallel": "tests.bench.stand_ins.context_parallel:ContextParallel"}
+    options = Options(
+        quick=True, worlds=(2,), ops=ops, peers=providers.CUDA_PEERS, seconds=0.4, timeout=150.0,
+        replace=replace,
+    )  # fmt: skip
     rows, problems = runner.run("attention", options, lambda _: None)
     assert not problems
     found = {(row.op, row.peer) for row in rows if row.peer_verified and row.speedup}
     assert len([row for row in rows if row.verified]) == len(rows)
-    wanted = {(op, name) for op in ops for name in ("torch+gloo", "flash-attn", "ring-flash-attn")}
-    assert found == wanted - {("window_forward", "ring-flash-attn")}  # it has none
+    names = ("torch+gloo", "flash-attn", "ring-flash-attn", "torch context_parallel")
+    without = {  # what they have none of
+        ("window_forward", "ring-flash-attn"),
+        ("window_forward", "torch context_parallel"),
+        ("documents_train", "torch context_parallel"),
+    }
+    assert found == {(op, name) for op in ops for name in names} - without
     for row in rows:
         assert set(row.parts) == {
             "one_process", "sent MB", "needed MB", "GFLOP/s", "efficiency %"

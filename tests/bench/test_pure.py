@@ -9,7 +9,10 @@ import io
 import math
 import os
 import random
+import select
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -286,3 +289,22 @@ def test_each_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="2 ranks need a GPU each; torch sees 0"):
         worlds()
+
+
+def test_processes_do_not_outlive_who_started_them() -> None:
+    """Whoever it is, and however it ends."""
+    code = (
+        "import os, time\n"
+        "from bench import machine\n"
+        "pool = machine.processes(2)\n"
+        "print(pool.submit(os.getpid).result(), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        worker = os.pidfd_open(int(started.stdout.readline()))
+        started.kill()
+    try:
+        assert select.select([worker], [], [], 10.0)[0]
+    finally:
+        os.close(worker)

@@ -175,6 +175,7 @@ _options_from = cli.options_from
         ),
         (["collectives", "--shape", "16x64x64"], "--shape has no effect: only suite gemm takes it"),
         (["gemm", "--rows", "64"], "--rows has no effect: only suite attention takes it"),
+        (["gemm", "--heads", "8/2"], "--heads has no effect: only suite attention takes it"),
         (["model", "--size", "4K"], "--size has no effect: only suite collectives takes it"),
         (["model", "--op", "barrier"], "--op has no effect: only collectives, gemm, layers"),
         (["model", "--out", "elsewhere"], "--out has no effect: model writes no file"),
@@ -190,7 +191,7 @@ def test_requests_that_make_no_sense(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--size", "4X"], ["--shape", "16x64"]])
+@pytest.mark.parametrize("words", [["--size", "4X"], ["--shape", "16x64"], ["--heads", "8/3"]])
 def test_a_size_that_cannot_be_read_says_what_is_wanted(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

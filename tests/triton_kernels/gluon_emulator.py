@@ -153,6 +153,15 @@ class Shared:
     def permute(self, order):
         return Shared(self.data.permute(order))
 
+    def slice(self, start, length):
+        return Shared(self.data[start : start + length])
+
+    def load(self, layout):
+        return self.data.clone()
+
+    def store(self, value):
+        self.data.copy_(value)
+
 
 class Descriptor:
     def __init__(self, host):
@@ -251,7 +260,7 @@ def _namespace(roles, program):
             torch.full(shape, NAN, dtype=dtype)
         ),
         NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
-        SliceLayout=lambda *a: None,
+        SliceLayout=lambda *a: None, BlockedLayout=lambda *a: None, barrier=lambda: None,
     )  # fmt: skip
 
     def wait(flag, phase, pred=True):
