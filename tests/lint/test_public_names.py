@@ -30,7 +30,9 @@ PUBLIC = {
         ring_flash_attn_qkvpacked_func ring_flash_attn_varlen_func
         ring_flash_attn_varlen_kvpacked_func ring_flash_attn_varlen_qkvpacked_func
         stripe_flash_attn_func stripe_flash_attn_kvpacked_func
-        stripe_flash_attn_qkvpacked_func zigzag_ring_flash_attn_func
+        stripe_flash_attn_qkvpacked_func stripe_flash_attn_varlen_func
+        stripe_flash_attn_varlen_kvpacked_func stripe_flash_attn_varlen_qkvpacked_func
+        zigzag_ring_flash_attn_func
         zigzag_ring_flash_attn_kvpacked_func zigzag_ring_flash_attn_qkvpacked_func
         zigzag_ring_flash_attn_varlen_func zigzag_ring_flash_attn_varlen_kvpacked_func
         zigzag_ring_flash_attn_varlen_qkvpacked_func""",
