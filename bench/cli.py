@@ -72,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         choices=providers.OPTIONAL_PEERS,
-        help="beyond stock PyTorch; limit is a plain copy-and-add in C++ (on where a compiler is); "
+        metavar="PEER",
+        help=f"beyond stock PyTorch: {', '.join(providers.OPTIONAL_PEERS)}; limit is a plain "
+        "copy-and-add in C++ (on where a compiler is); "
         f"with --device cuda, of suite attention: {', '.join(providers.CUDA_PEERS)}",
     )
     out.add_argument(

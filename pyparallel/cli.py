@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
@@ -32,7 +33,11 @@ USAGE = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command, which reads its own arguments, and gives its exit status: 141 where who
     reads its output has gone (`| head`), as the shell says of a program that SIGPIPE ends; 1 where
-    the output cannot be written (a full disk)."""
+    the output cannot be written (a full disk). What the terminal's encoding lacks is printed as
+    an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # not a notebook's, not a test's
+            stream.reconfigure(errors="backslashreplace")
     out = sys.stdout
     if out is None:  # started with a closed standard output: nobody reads
         return _run(argv)

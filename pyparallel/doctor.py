@@ -18,8 +18,24 @@ from typing import Any
 import pyparallel
 from pyparallel import doctor_capabilities, doctor_gpu, doctor_machine
 from pyparallel.environment import VARIABLES
+from pyparallel.help_text import Paragraphs
 
 __all__ = ["main", "report"]
+
+_DESCRIPTION = """
+Says what this machine is (versions, build, cores, memory, GPUs, NCCL), what of pyparallel works
+here, what does not and why, and what would mend it. It changes nothing and needs no GPU.
+"""
+_EXAMPLES = """
+examples:
+
+  pyparallel doctor
+  pyparallel doctor --json > host.json
+  pyparallel plan --cluster host.json --model llama-3-8b --gpus 8
+
+The JSON is for bug reports, and for a plan of this machine. Exit status: 0 the native core works; 1
+it does not.
+"""
 
 Facts = dict[str, Any]
 
@@ -55,7 +71,12 @@ def report() -> Facts:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report; the exit status is 0 when the native core works."""
-    parser = argparse.ArgumentParser(prog="pyparallel doctor", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="pyparallel doctor",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=Paragraphs,
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
     facts = report()

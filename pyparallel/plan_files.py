@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument(
         "--emit",
         choices=tuple(EMITTERS),
-        help="write the best layout that this framework can do as its configuration",
+        metavar="NAME",
+        help="write the best layout that this framework can do as its configuration: "
+        f"{', '.join(EMITTERS)}",
     )
     files.add_argument(
         "--out",
@@ -146,7 +148,7 @@ def write(
             path = options.out or Path(emitted.filename)
             if options.out is None and path.exists():
                 raise PlanError(f"{path} exists: name another file, or the same, with --out")
-            path.write_text(emitted.text)
+            path.write_text(emitted.text, encoding="utf-8")
             _say(path, f"{emitted.framework}, {layout.label}")
             for note in emitted.notes:
                 print(f"  note: {note}", file=sys.stderr)

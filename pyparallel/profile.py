@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pyparallel.help_text import Paragraphs
+
 __all__ = ["RankTime", "advice", "main", "read_traces"]
 
 Interval = tuple[float, float]
@@ -279,18 +281,37 @@ def _table(times: Sequence[RankTime]) -> Iterator[str]:
         yield f"exposed in {group}: at most {seconds:.4g} s, on rank {most.rank}"
 
 
+_DESCRIPTION = """
+Says where the time of a traced run went, rank by rank: compute, communication that nothing hides,
+idle; and what to change.
+"""
+_EXAMPLES = """
+examples:
+
+  pyparallel profile run/
+  pyparallel simulate --pp 4 --microbatches 8 --trace step.json
+  pyparallel profile step.json
+
+A trace of a run is made with torch.profiler.profile(...) around some steps, then
+export_chrome_trace('run/rank0.json') on each rank; one of a plan on paper by simulate. Exit status:
+0 read; 2 no trace.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: prints the table and the advice, or JSON; 2 for what is no trace."""
     parser = argparse.ArgumentParser(
         prog="pyparallel profile",
-        description="Where the time of a traced run went, rank by rank: compute, communication "
-        "that nothing hides, idle; and what to change.",
-        epilog="A trace of a run: torch.profiler.profile(...) around some steps, then "
-        "export_chrome_trace('run/rank0.json') on each rank. A trace of a plan on paper: "
-        "pyparallel simulate --pp 4 --microbatches 8 --trace step.json.",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=Paragraphs,
     )
     parser.add_argument(
-        "run", nargs="+", type=Path, metavar="RUN", help="a folder of traces, or trace files"
+        "run",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="a folder of traces, or trace files, one for each rank",
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     options = parser.parse_args(argv)

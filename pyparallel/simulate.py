@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from pyparallel.help_text import Paragraphs
 from pyparallel.schedule import (
     FAMILIES,
     Costs,
@@ -32,9 +33,23 @@ __all__ = ["main"]
 _AXES = ("dp", "pp", "tp")
 MOST_RANKS = 1 << 14
 MOST_PASSES = 1 << 20  # forwards that are simulated; a minute or more from 1 << 17 on
-_DESCRIPTION = """Says for each rank its coordinate, the ranks it reduces gradients with and the
-rank it sends activations to; which ranks are active at each forward time step; and what a step
-takes. Ranks are numbered with tp fastest, then pp, dp outermost, unless --order says otherwise."""
+MOST_AUTO = 1 << 13  # the same where --schedule auto plays them in 24 orders; ten seconds
+_DESCRIPTION = """
+Plays the step of a pipeline on paper: which ranks there are, the ranks each reduces gradients with
+and sends activations to; which ranks are active at each forward time step; what the step takes, how
+long each rank idles, what it keeps, and which passes decide the time. Needs no GPU.
+"""
+_EXAMPLES = """
+examples:
+
+  pyparallel simulate --pp 4 --microbatches 8
+  pyparallel simulate --pp 4 --microbatches 8 --schedule zb-h1 --svg step.svg
+  pyparallel simulate --pp 4 --microbatches 8 --schedule auto --times 1,1.2,0.8
+  pyparallel simulate --dp 2 --pp 2 --tp 2 --microbatches 4
+
+The unit of time is that of --times. docs/schedules.md draws and compares the schedules. Exit
+status: 0 played; 2 what is asked cannot be.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,34 +77,43 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pyparallel simulate", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        prog="pyparallel simulate",
+        usage="pyparallel simulate --pp N --microbatches N [OPTION ...]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=Paragraphs,
+    )
+    add = parser.add_argument
     for axis, meaning in zip(_AXES, ("data", "pipeline", "tensor"), strict=True):
-        parser.add_argument(f"--{axis}", type=int, default=1, help=f"{meaning}-parallel size")
-    parser.add_argument("--microbatches", type=int, required=True, help="per step and replica")
-    parser.add_argument(
-        "--schedule", default="1f1b", help=f"{', '.join(FAMILIES)}, or auto (default 1f1b)"
+        add(f"--{axis}", type=int, default=1, metavar="N", help=f"{meaning}-parallel size (1)")
+    add("--microbatches", type=int, required=True, metavar="N", help="of a step and replica")
+    add(
+        "--schedule",
+        default="1f1b",
+        metavar="NAME",
+        help=f"{', '.join(FAMILIES)}; or auto: made for --times (default 1f1b)",
     )
-    parser.add_argument(
-        "--chunks", type=int, help="stages per pipeline rank, where there is a choice"
-    )
-    parser.add_argument(
-        "--group-size", type=int, help="for interleaved-1f1b: microbatches in a round"
-    )
-    parser.add_argument("--memory-limit", type=float, help="for auto: bytes each rank has")
-    parser.add_argument(
+    add("--chunks", type=int, metavar="N", help="stages per pipeline rank, where there is a choice")
+    add("--group-size", type=int, metavar="N", help="for interleaved-1f1b: microbatches in a round")
+    add("--memory-limit", type=float, metavar="BYTES", help="for auto: what each rank has")
+    add(
         "--times",
-        help="FORWARD,INPUT,WEIGHT: times of a stage's passes (default 1,1,1); or a JSON file with "
-        f"any of {', '.join(field.name for field in fields(Costs))}",
+        metavar="F,I,W|FILE",
+        help="times of a stage's forward and of its backward's two halves, for inputs and for "
+        "weights (default 1,1,1); or a JSON file with any of "
+        f"{', '.join(field.name for field in fields(Costs))}",
     )
-    parser.add_argument(
-        "--order", default="tp,pp,dp", help="axes, fastest first (default tp,pp,dp)"
+    add(
+        "--order",
+        default="tp,pp,dp",
+        metavar="AXES",
+        help="how ranks are numbered, fastest axis first (default tp,pp,dp)",
     )
-    parser.add_argument("--json", action="store_true", help="all of it as JSON")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="a trace for Perfetto, in seconds"
-    )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="a timeline")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="a timeline, by matplotlib")
+    add("--json", action="store_true", help="all of it as JSON")
+    add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto, in seconds")
+    add("--svg", type=Path, metavar="FILE", help="write a timeline")
+    add("--png", type=Path, metavar="FILE", help="write a timeline, by matplotlib")
     return parser
 
 
@@ -186,14 +210,19 @@ def _costs(times: str | None) -> Costs:
 
 def _schedule(options: argparse.Namespace, costs: Costs) -> Schedule:
     chunks = max(1, options.chunks or 1)
-    if options.pp * chunks * options.microbatches > MOST_PASSES:
+    automatic = options.schedule == "auto"
+    most = MOST_AUTO if automatic else MOST_PASSES
+    if options.pp * chunks * options.microbatches > most:
+        fitting = most // (options.pp * chunks)
         raise ScheduleError(
             f"pp {options.pp} x {chunks} chunks x {options.microbatches} microbatches: at most "
-            f"{MOST_PASSES} passes are simulated"
+            f"{most} passes are played{' with --schedule auto' if automatic else ''}, here "
+            + (f"{fitting} microbatches" if fitting else f"pp {most // chunks} or fewer chunks")
+            + ("; a named schedule takes more" if automatic else "")
         )
     if options.memory_limit is not None and options.memory_limit != options.memory_limit:
         raise ScheduleError("--memory-limit nan: a number is expected")
-    if options.schedule != "auto":
+    if not automatic:
         if options.memory_limit is not None:
             raise ScheduleError("--memory-limit has no effect: only --schedule auto takes one.")
         return generate(

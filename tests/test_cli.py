@@ -33,6 +33,45 @@ def test_help_names_every_command(capsys):
     assert all(command in text for command in cli.COMMANDS)
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("plan", ("--model NAME --gpus N", "pyparallel plan --from ds_config.json", "Exit status")),
+        ("simulate", ("--pp N --microbatches N", "--schedule zb-h1 --svg", "Exit status")),
+        ("profile", ("a folder of traces", "export_chrome_trace", "Exit status")),
+        ("doctor", ("--json", "plan --cluster host.json", "Exit status")),
+        ("calibrate", ("--op OP",)),
+        ("launch", ("SCRIPT",)),
+    ],
+)
+def test_help_is_for_newcomers_and_as_wide_as_the_terminal(command, words, capsys, monkeypatch):
+    """Usage, what it is for, examples to copy; only these may be wider than a narrow terminal."""
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in words)
+    wide = [line for line in text.splitlines() if len(line) > 60]
+    assert all(line.lstrip().startswith(("pyparallel", "usage:", "[--")) for line in wide)
+    assert max(map(len, wide), default=0) <= 80
+
+
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path):
+    """An ASCII terminal, a file's name and a key in other letters: no traceback."""
+    config = tmp_path / "d\N{LATIN SMALL LETTER E WITH ACUTE}.json"
+    config.write_text('{"train_micro_batch_size_per_gpu": 1, "\\u4e2d": 3}')
+    arguments = ["--from", str(config), "--gpus", "8", "--model", "llama-3-8b", "--seq", "4096"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pyparallel", "plan", *arguments],
+        env={**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, timeout=60, cwd=ROOT,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    assert "d\\xe9.json" in done.stdout
+    assert "\\u4e2d" in done.stdout
+
+
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == pyparallel.__version__

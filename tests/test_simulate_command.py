@@ -142,7 +142,11 @@ def test_times(capsys, tmp_path):
         (["--times", "1,2,-3"], "is not finite and >= 0"),
         (["--times", "/"], "--times /: neither three numbers nor a file"),
         (["--dp", 10**9], "at most 16384 ranks are listed"),
-        (["--microbatches", 10**9], "at most 1048576 passes are simulated"),
+        (["--microbatches", 10**9], "at most 1048576 passes are played, here 1048576 microb"),
+        (
+            ["--pp", 64, "--microbatches", 512, "--schedule", "auto"],
+            "8192 passes are played with --schedule auto, here 128 microbatches; a named",
+        ),
         (["--schedule", "auto", "--memory-limit", "nan"], "--memory-limit nan: a number"),
         (["--svg", "/dev/full"], "/dev/full: cannot be written: No space left on device"),
         (["--svg", "/nowhere/a.svg"], "--svg /nowhere/a.svg: there is no folder /nowhere"),

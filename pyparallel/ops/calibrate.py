@@ -147,8 +147,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--world", type=int, default=2, metavar="N", help="ranks (2)")
     out.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    out.add_argument("--dtype", nargs="+", choices=("fp32", "bf16", "fp16"), default=[])
-    out.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
+    out.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=("fp32", "bf16", "fp16"),
+        default=[],
+        metavar="DTYPE",
+        help="fp32, bf16, fp16",
+    )
+    out.add_argument(
+        "--op", nargs="+", choices=OPS, default=list(OPS), metavar="OP", help=", ".join(OPS)
+    )
     out.add_argument("--seconds", type=float, default=60.0, help="for all shapes together (60)")
     out.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # given to the ranks it starts
     out.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product, starmap
+from math import inf
 from typing import NamedTuple
 
 from pyparallel.schedule.actions import Action, Kind, Place
@@ -122,7 +123,7 @@ def _limits(
 ) -> tuple[float, ...]:
     """What each rank has for microbatches, once its stages' own bytes are taken off."""
     if limit is None:
-        return (float("inf"),) * len(places)
+        return (inf,) * len(places)
     limits = list(limit) if isinstance(limit, Sequence) else [limit] * len(places)
     if len(limits) != len(places):
         raise ScheduleError(f"auto: memory_limit has {len(limits)} values for {len(places)} ranks.")
@@ -206,13 +207,14 @@ class _Rank:
 
     def admits(self, stage: int, microbatch: int) -> bool:
         """True if the forward's memory is there, and afterwards the microbatches can still finish
-        one
-        after another, oldest first, each with what the ones before it have given back: so nothing
-        waits for memory for ever (Dijkstra's banker). Younger ones than this could finish before,
-        and find no less when it has finished."""
+        one after another, oldest first, each with what the ones before it have given back: so
+        nothing waits for memory for ever (Dijkstra's banker). Younger ones than this could finish
+        before, and find no less when it has finished."""
         costs = self.problem.stage_costs.activation_bytes
         if microbatch not in self.left and len(self.left) >= self.most:
             return False
+        if self.limit == inf:
+            return True
         free = self.limit - self.kept - costs[stage]
         if free < 0:
             return False

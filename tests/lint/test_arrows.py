@@ -46,10 +46,12 @@ TOP = {
     "doctor_capabilities",
     "doctor_gpu",
     "doctor_machine",
+    "help_text",
     "launch",
     "launched",
     "plan",
     "plan_files",
+    "plan_options",
     "profile",
     "simulate",
 }

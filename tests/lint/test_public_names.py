@@ -63,8 +63,10 @@ PUBLIC = {
         Report Schedule ScheduleError Simulation Span Unit auto_schedule dumps generate grid loads
         simulate units validate with_steps with_transfers""",
     "pyparallel.launch": "main parser",
-    "pyparallel.plan": "main parser",
+    "pyparallel.help_text": "Paragraphs",
+    "pyparallel.plan": "main",
     "pyparallel.plan_files": "add_arguments emittable read show_imported unlike write",
+    "pyparallel.plan_options": """check_numbers cluster_of given_sizes job_of layout_of parser""",
     "pyparallel.profile": "RankTime advice main read_traces",
     "pyparallel.simulate": "main",
     "pyparallel.training.checkpoint": """CheckpointError Checkpointer PendingSave Reader

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pyparallel.plan import main, parser
+from pyparallel.plan import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "layers=8,hidden=1024,heads=16,vocab=32000,kv_heads=8"
@@ -134,14 +134,6 @@ def test_nothing_fits_says_what_came_nearest(capsys):
     arguments = "--model llama-3.1-405b --gpus 8 --gpu a100-40 --global-batch 8"
     assert main(arguments.split()) == 1
     assert "no layout fits; nearest" in capsys.readouterr().err
-
-
-def test_help_is_for_newcomers(capsys):
-    with pytest.raises(SystemExit):
-        parser().parse_args(["--help"])
-    text = capsys.readouterr().out
-    assert "example:" in text
-    assert all(word in text for word in ("--model", "--gpus", "--explain", "predictions"))
 
 
 def test_it_starts_without_torch():
