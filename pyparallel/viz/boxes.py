@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from pyparallel.schedule import Kind, Simulation, Span
 
-__all__ = ["COLOURS", "LEGEND", "Box", "boxes", "lanes"]
+__all__ = ["COLOURS", "EDGED", "LEGEND", "Box", "boxes", "lanes"]
 
 # Light enough for black text, apart from each other in grey as well.
 COLOURS = {
@@ -23,6 +23,7 @@ LEGEND = (
     (Kind.REDUCE, "reduction"),
     (Kind.STEP, "optimizer step"),
 )
+EDGED = 3  # pixels: of narrower boxes an edge would be all that is seen
 
 
 class Box(NamedTuple):

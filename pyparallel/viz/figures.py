@@ -108,11 +108,11 @@ def _stacked(
     capacity: float | None,
 ) -> None:
     """Horizontal bars of parts, with the capacity as a line."""
-    every = dict.fromkeys(name for bar in bars for name in bar)
-    names = [name for name in every if any(bar.get(name, 0.0) > 0 for bar in bars)]
     left = [0.0] * len(bars)
-    for number, name in enumerate(names):
-        widths = [bar.get(name, 0.0) for bar in bars]
+    for number, name in enumerate(bars[0]):  # a part has its colour whether or not others are there
+        widths = [bar[name] for bar in bars]
+        if not any(widths):
+            continue
         axes.barh(
             labels,
             widths,
@@ -139,15 +139,17 @@ def _trend(figure: Any, plan: Plan, others: Sequence[Plan]) -> None:
         xs = [point["x"] for point in points]
         for row, (kind, word, scale) in enumerate(rows):
             axes = grid[row][column]
-            axes.plot(
-                xs, [scale * p[kind] for p in points], "o-", color=_COLOURS[row], markersize=4
-            )
+            ys = [scale * p[kind] for p in points]
+            axes.plot(xs, ys, "o-", color=_COLOURS[row], markersize=4)
+            most = max(ys)
             if kind == "memory":
-                axes.axhline(plan.memory.capacity / GIB, color="#b3261e", linewidth=1.5)
+                capacity = plan.memory.capacity / GIB
+                axes.axhline(capacity, color="#b3261e", linewidth=1.5)
+                most = max(most, capacity)
                 axes.set_xlabel("sequence length" if name == "sequence" else name)
             axes.set_xscale("log", base=2)
             axes.set_xticks(xs[::2], labels=[f"{x:,}" for x in xs[::2]], fontsize=7)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.08 * most or 1)
             axes.grid(alpha=0.3)
             if column == 0:
                 axes.set_ylabel(word)

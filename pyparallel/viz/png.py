@@ -1,9 +1,10 @@
 """A timeline as PNG, drawn by matplotlib, which is loaded only for it."""
 
 import io
+import textwrap
 
 from pyparallel.schedule import Simulation
-from pyparallel.viz.boxes import COLOURS, LEGEND, boxes, lanes
+from pyparallel.viz.boxes import COLOURS, EDGED, LEGEND, boxes, lanes
 from pyparallel.viz.plotting import matplotlib
 from pyparallel.viz.svg import default_title
 
@@ -27,9 +28,10 @@ def timeline_png(simulation: Simulation, title: str | None = None, width: int = 
     for box in boxes(simulation):
         corner = (box.start, box.rank + 0.08 + box.top * 0.84)
         size = box.end - box.start, (box.bottom - box.top) * 0.84
+        line = 0.5 if size[0] * width > EDGED * step else 0
         axes.add_patch(
             patches.Rectangle(
-                corner, *size, facecolor=box.colour, edgecolor="#555555", linewidth=0.5
+                corner, *size, facecolor=box.colour, edgecolor="#555555", linewidth=line
             )
         )
         if size[0] * width > _LETTER * len(box.label) * step:
@@ -38,7 +40,8 @@ def timeline_png(simulation: Simulation, title: str | None = None, width: int = 
     axes.set_xlim(0, step)
     axes.set_ylim(ranks, 0)
     axes.set_yticks([rank + 0.5 for rank in range(ranks)], labels=lanes(simulation))
-    axes.set_title(default_title(simulation) if title is None else title, loc="left", fontsize=9)
+    heading = textwrap.fill(default_title(simulation) if title is None else title, width // 7)
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=9)
     used = {action.kind for row in simulation.schedule.rows for action in row}
     handles = [
         patches.Patch(facecolor=COLOURS[kind], edgecolor="#555555", label=meaning)

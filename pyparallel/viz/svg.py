@@ -4,7 +4,7 @@ simulation."""
 from xml.sax.saxutils import escape
 
 from pyparallel.schedule import Simulation
-from pyparallel.viz.boxes import COLOURS, LEGEND, Box, boxes, lanes
+from pyparallel.viz.boxes import COLOURS, EDGED, LEGEND, Box, boxes, lanes
 
 __all__ = ["timeline_svg"]
 
@@ -12,6 +12,7 @@ _LINE = 24  # height of a rank's line
 _LEFT = 130  # width of the labels
 _TOP = 28
 _LEGEND = 26
+_EDGE = ' class="b"'
 _LETTER = 6.2  # width of a character at 10 px
 
 
@@ -76,7 +77,8 @@ def _drawn(box: Box, scale: float) -> str:
         )
     return (
         f'<g><title>{escape(box.title)}</title><rect x="{_number(x)}" y="{_number(y)}" '
-        f'width="{_number(w)}" height="{_number(h)}" fill="{box.colour}" class="b"/>{text}</g>'
+        f'width="{_number(w)}" height="{_number(h)}" fill="{box.colour}"'
+        f"{_EDGE if w > EDGED else ''}/>{text}</g>"
     )
 
 

@@ -100,8 +100,8 @@ def compare(plans: Sequence[Plan]) -> list[dict[str, Any]]:
         {
             "label": plan.layout.label,
             "step": plan.time.step,
-            "time": {name: value for name, value in plan.time.parts.items() if value > 0},
-            "memory": {k: v / GIB for k, v in plan.memory.fullest.parts.items() if v > 0},
+            "time": plan.time.parts,
+            "memory": {name: size / GIB for name, size in plan.memory.fullest.parts.items()},
             "total": plan.memory.peak / GIB,
             "capacity": plan.memory.capacity / GIB,
             "fits": plan.memory.fits,

@@ -165,6 +165,36 @@ def test_every_view_is_drawn_and_fits(browser, file, look):
         assert page.locator("section:not([hidden])").count() == 1
 
 
+WORDS_DRAWN = """[...charts.values()].filter(c => c.getDom().offsetParent).flatMap(c =>
+  c.getZr().storage.getDisplayList().filter(e => e.type === "tspan" && !e.invisible &&
+    !e.parent?.invisible && !e.__clipPaths?.length)
+  .map(e => { const r = e.getBoundingRect().clone(); if (e.transform) r.applyTransform(e.transform);
+              return [c.getDom().id + " " + e.style.text, r.x, r.y, r.width, r.height]; }))"""
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_no_word_is_drawn_over_another(browser, tmp_path, width):
+    """Axes that end beside a round figure (80 GiB, of which 1.02 times), ranks of four digits."""
+    layout = Layout(dp=64, tp=8, pp=4, recompute="full")
+    plan = evaluate(Job(preset("llama-3-70b"), 8192, 2048), cluster_named("a100-80"), layout)
+    path = tmp_path / "plan.html"
+    path.write_text(plan_page(plan, [PLAN]), encoding="utf-8")
+    with opened(browser, path, viewport={"width": width, "height": 900}) as page:
+        for view in VIEWS:
+            page.click(f"#tab-{view}")
+            drawn = page.evaluate(WORDS_DRAWN)
+            assert len(drawn) > 5
+            pairs = [
+                (a[0], b[0])
+                for i, a in enumerate(drawn)
+                for b in drawn[:i]
+                if a[0].split()[0] == b[0].split()[0]
+                and abs(2 * (a[1] - b[1]) + a[3] - b[3]) < a[3] + b[3] + 4  # two pixels between
+                and abs(2 * (a[2] - b[2]) + a[4] - b[4]) < a[4] + b[4] - 6
+            ]
+            assert pairs == [], view
+
+
 def test_tabs_languages_and_themes_by_keyboard(browser, file):
     with opened(browser, file) as page:
         page.keyboard.press("Tab")

@@ -13,10 +13,17 @@ function capacityLine(at) {
   };
 }
 
-// parts: [{name, values}], a value per label; capacity: 0 for none; said: for screen readers.
+// parts: [{name, values}], a value per label: those that are nothing anywhere are left out, the
+// others keep their colours; capacity: 0 for none; said: for screen readers.
 function stackedBars(id, height, labels, parts, { unit, capacity, said, labelStyle = {} }) {
+  const seen = parts
+    .map((one, i) => ({ ...one, color: PALETTE[i % PALETTE.length] }))
+    .filter(({ values }) => values.some((value) => value > 0));
   const axis = { type: "value", axisLabel: { color: theme("front"), formatter: (v) => figure(v) } };
-  if (capacity) axis.max = (range) => Math.max(range.max, capacity) * 1.02;
+  if (capacity) {
+    axis.max = (range) => Math.max(range.max, capacity) * 1.02;
+    axis.axisLabel.showMaxLabel = false; // no round figure, and too near to the last one
+  }
   const option = {
     legend: legend(),
     grid: { left: 8, right: 28, top: 44, bottom: 8, containLabel: true },
@@ -33,8 +40,9 @@ function stackedBars(id, height, labels, parts, { unit, capacity, said, labelSty
       data: labels,
       axisLabel: { color: theme("front"), ...labelStyle },
     }),
-    series: parts.map(({ name, values }, i) => ({
+    series: seen.map(({ name, values, color }, i) => ({
       name: part(name),
+      itemStyle: { color },
       type: "bar",
       stack: "all",
       data: values,

@@ -2,12 +2,12 @@
 // Layouts beside each other: where the time goes, what fills the memory, all figures in a table.
 {
   function bars(id, plans, key, unit, said, capacity) {
-    const names = [...new Set(plans.flatMap((plan) => Object.keys(plan[key])))];
+    const names = Object.keys(plans[0][key]);
     const height = Math.max(170, (narrow() ? 48 : 30) * plans.length + 110);
     const labels = plans.map((plan) => plan.label);
     const parts = names.map((name) => ({
       name,
-      values: plans.map((plan) => plan[key][name] ?? 0),
+      values: plans.map((plan) => plan[key][name]),
     }));
     const labelStyle = {
       width: narrow() ? 110 : 330,

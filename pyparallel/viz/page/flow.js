@@ -262,7 +262,12 @@
           type: "value",
           min: 0,
           max: step,
-          axisLabel: { color: theme("front"), formatter: (v) => figure(v, 3) + " s" },
+          axisLabel: {
+            color: theme("front"),
+            formatter: (v) => figure(v, 3) + " s",
+            showMaxLabel: false,
+            hideOverlap: true,
+          },
         }),
         yAxis: axisStyle({
           type: "category",

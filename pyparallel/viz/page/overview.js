@@ -100,6 +100,7 @@
     );
     across = Math.min(node_size * nodes, devices);
     const lines = Math.ceil(devices / across);
+    const digits = String(devices - 1).length;
     const side = Math.max(6, Math.min(44, Math.floor((width - 8) / across)));
     grid = chart("grid", Math.max(60, lines * Math.min(side, 38) + 8), {
       grid: { left: 2, right: 2, top: 2, bottom: 2 },
@@ -133,7 +134,7 @@
                 },
               },
             ];
-            if (w > 22 && h > 14) {
+            if (box.width > 7 * digits && h > 14) {
               children.push({
                 type: "text",
                 silent: true,
@@ -160,9 +161,7 @@
 
   function drawMemory() {
     const { ranks, capacity } = DATA.overview;
-    const names = Object.keys(ranks[0].parts).filter((name) =>
-      ranks.some((rank) => rank.parts[name] > 0),
-    );
+    const names = Object.keys(ranks[0].parts);
     const labels = ranks.map(({ rank, layers }) => {
       const name = say("rank", { rank });
       return narrow() ? name : `${name}, ${say("layers", { count: layers })}`;

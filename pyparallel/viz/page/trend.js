@@ -43,7 +43,7 @@
               ? { max: (range) => Math.ceil(Math.max(range.max, DATA.overview.capacity) * 1.05) }
               : {}),
             nameTextStyle: { color: theme("front"), align: "left" },
-            axisLabel: { color: theme("front"), formatter: (v) => figure(v, 3) },
+            axisLabel: { color: theme("front"), formatter: (v) => figure(v, 3), showMaxLabel: kind !== "memory" },
           }),
         ),
         series: kinds.map(([kind, scale], i) => ({
