@@ -9,7 +9,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from math import ceil, inf
 from typing import Any
 
-from pyparallel.planner.errors import PlanError, shown
+from pyparallel.planner.errors import PlanError, named, shown
 
 __all__ = ["GIB", "ClusterSpec", "Gpu", "Link"]
 
@@ -166,7 +166,9 @@ def _check_keys(kind: Any, given: Any, where: str) -> None:
     known = {f.name: f for f in fields(kind)}
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise PlanError(f"{where}: unknown keys {', '.join(unknown)}; known: {', '.join(known)}")
+        raise PlanError(
+            f"{where}: unknown keys {', '.join(map(named, unknown))}; known: {', '.join(known)}"
+        )
     missing = [
         name for name, f in known.items()
         if name not in given and f.default is MISSING and f.default_factory is MISSING

@@ -92,17 +92,19 @@ class Group:
 
 def group_of(layout: Layout, cluster: ClusterSpec, axis: str) -> Group:
     """The group of one axis: tp has stride 1, then cp, dp and pp outermost. "data" is dp x cp, what
-    reduces gradients: neighbours of it are "shards", those with the same shard "replicas". ep lies
-    inside of the shards, so that experts' shards and replicas are dp cp / ep ranks."""
+    reduces gradients: neighbours of it are "shards", those with the same shard "replicas", those
+    that share a second copy of the weights "secondary". ep lies inside of the shards, so that
+    experts' shards and replicas are dp cp / ep ranks."""
     tp, cp, dp = layout.tp, layout.cp, layout.dp
     sizes = {"tp": (tp, 1), "cp": (cp, tp), "dp": (dp, tp * cp), "data": (dp * cp, tp),
              "ep": (layout.ep, tp), "pp": (layout.pp, tp * cp * dp),
              "shards": (layout.shards, tp), "replicas": (layout.replicas, tp * layout.shards),
+             "secondary": (layout.secondary, tp),
              "expert shards": (layout.shards // layout.ep, tp * layout.ep)}  # fmt: skip
     size, stride = sizes[axis]
     local = max(1, min(size, cluster.node_size // stride)) if stride else 1
     inter = cluster.inter
-    if layout.one_adapter and axis in ("dp", "data", "shards", "replicas"):
+    if layout.one_adapter and axis in ("dp", "data", "shards", "replicas", "secondary"):
         inter = replace(inter, gbps=inter.gbps / local)
     return Group(axis, size, local, stride, cluster.intra, inter)
 

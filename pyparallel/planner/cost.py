@@ -253,7 +253,8 @@ def data_parallel(
     Beside the passes they hide behind the last microbatch's backward (its first layers' gradients
     come last: one part in eight has nothing to hide behind) and the first one's forward. ZeRO-2
     and 3 have no room for whole gradients, which are scattered once per microbatch; ZeRO-3 gathers
-    the weights twice per microbatch. With replicas each shard's gradients are reduced between them
+    the weights twice per microbatch, with a second copy (ZeRO++, arXiv:2306.10209, section 3.2) the
+    second time from that. With replicas each shard's gradients are reduced between them
     once (MiCS, arXiv:2205.00119, section 3.4).
     """
     if layout.data == 1:
@@ -265,10 +266,12 @@ def data_parallel(
     parts: list[tuple[float, float]] = []  # seconds, seconds of compute to hide behind
     sent = 0.0
     if layout.zero >= 3:
-        once = group.gather(weight)
-        parts += [(m * once, m * forward), (m * once, m * backward)]
+        again = group_of(layout, cluster, "secondary") if layout.secondary else group
+        parts.append((m * group.gather(weight), m * forward))
+        parts.append((m * again.gather(weight), m * backward))
         parts.append((m * group.gather(gradient), m * backward))
-        sent = m * (ranks - 1) / ranks * (2 * weight + gradient)
+        sent = m * (ranks - 1) / ranks * (weight + gradient)
+        sent += m * (again.size - 1) / again.size * weight
     elif layout.zero == 2:
         parts += [(m * group.gather(gradient), m * backward), (group.gather(weight), forward)]
         sent = (ranks - 1) / ranks * (m * gradient + weight)

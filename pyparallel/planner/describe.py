@@ -7,7 +7,7 @@ from pyparallel.planner.clusters import GIB
 from pyparallel.planner.flops import CONVENTIONS
 from pyparallel.planner.kernels import running
 from pyparallel.planner.layout import Job, Layout
-from pyparallel.planner.memory import CONTEXT_BYTES, MARGIN, state_bytes
+from pyparallel.planner.memory import CONTEXT_BYTES, MARGIN, state_bytes_of
 from pyparallel.planner.report import Plan
 
 __all__ = ["describe", "formulas", "gib", "memory_table"]
@@ -52,7 +52,7 @@ def describe(plan: Plan) -> Iterator[str]:
 def formulas(plan: Plan) -> Iterator[str]:
     """Where each number comes from, with the numbers of the fullest device."""
     job, layout, cluster, stage = plan.job, plan.layout, plan.cluster, plan.memory.fullest
-    each = state_bytes(job.bytes, layout.zero, layout.shards)
+    each = state_bytes_of(job, layout)[0]
     local = stage.local_parameters
     names = ("weights", "gradients", "optimizer")
     whole = (job.bytes.weight, job.bytes.gradient, job.bytes.optimizer)
@@ -60,6 +60,8 @@ def formulas(plan: Plan) -> Iterator[str]:
     copies = f" / replicas {layout.replicas}" if layout.replicas > 1 else ""
     for name, bytes_each, all_of_it in zip(names, each, whole, strict=True):
         over = "" if bytes_each == all_of_it else f" / (dp {layout.dp} x cp {layout.cp}{copies})"
+        if layout.secondary and name == "weights":
+            over += f" + {local / 1e9:.3f}B x {all_of_it:g} bytes / hpz {layout.secondary}"
         where = " (on the host)" if layout.offload != "none" and not stage.parts[name] else ""
         yield f"  {name}: {local / 1e9:.3f}B x {all_of_it:g} bytes{over}{where}"
     if layout.ep > 1:

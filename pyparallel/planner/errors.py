@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["MOST_DEVICES", "PlanError", "nearest_names", "shown"]
+__all__ = ["MOST_DEVICES", "PlanError", "named", "nearest_names", "shown"]
 
 MOST_DEVICES = 1 << 24  # more than were ever built into one cluster; their divisors take no time
 _LONGEST = 80  # characters of a value in a message
@@ -22,5 +22,9 @@ def nearest_names(name: str, known: Iterable[str], count: int = 3) -> str:
 
 def shown(value: object) -> str:
     """A value for a message: as Python writes it, and cut where it is long."""
-    text = repr(value)
+    return named(repr(value))
+
+
+def named(text: str) -> str:
+    """A key or a value for a message, cut where it is long: files may hold anything."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from pyparallel.planner.clusters import ClusterSpec, Gpu, Link
-from pyparallel.planner.errors import PlanError, nearest_names
+from pyparallel.planner.errors import PlanError, nearest_names, shown
 
 __all__ = ["CLUSTERS", "cluster_named", "driver_preset"]
 
@@ -210,7 +210,7 @@ def cluster_named(name: str) -> ClusterSpec:
     if found is None:
         near = nearest_names(name, CLUSTERS)
         raise PlanError(
-            f"no GPU {name!r}{'; ' + near if near else ''}. There are {', '.join(CLUSTERS)}; or "
-            "what `python -m pyparallel doctor --json` wrote on a machine (--cluster FILE)"
+            f"no GPU {shown(name)}{'; ' + near if near else ''}. There are {', '.join(CLUSTERS)}; "
+            "or what `python -m pyparallel doctor --json` wrote on a machine (--cluster FILE)"
         )
     return CLUSTERS[found]

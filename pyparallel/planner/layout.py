@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from pyparallel.planner.errors import PlanError, shown
+from pyparallel.planner.errors import PlanError, named, shown
 from pyparallel.planner.models import MOST_OTHERS, ModelSpec
 
 __all__ = ["CP_KINDS", "OFFLOADS", "PRECISIONS", "RECOMPUTES", "Job", "Layout", "Precision"]
@@ -121,6 +121,8 @@ class Layout:
         zero: 0 none, 1 optimizer, 2 gradients, 3 weights sharded over dp x cp.
         replicas: hybrid sharding: what `zero` shards is sharded over dp cp / replicas ranks that
             lie next to each other, and copied `replicas` times.
+        secondary: with zero 3, neighbours that together hold the weights once more from a forward
+            to its backward, which gathers them there (ZeRO++'s hpZ); 0: nobody.
         schedule, chunks: a key of pyparallel.schedule.FAMILIES, and stages per rank.
         group_size: microbatches of a round of interleaved-1f1b; 0: pp.
         recompute: "none", "selective" (the attention core) or "full" (whole layers).
@@ -146,6 +148,7 @@ class Layout:
     micro_batch: int = 1
     zero: int = 1
     replicas: int = 1
+    secondary: int = 0
     schedule: str = "1f1b"
     chunks: int = 1
     group_size: int = 0
@@ -194,6 +197,8 @@ class Layout:
         sharded = f"zero-{self.zero}"
         if self.replicas > 1:
             sharded += f" in {self.replicas} replicas"
+        if self.secondary:
+            sharded += f" hpz {self.secondary}"
         words = [" ".join(sizes), sharded, f"mbs {self.micro_batch}"]
         if self.pp > 1:
             words.append(self.schedule + (f" v{self.chunks}" if self.chunks > 1 else ""))
@@ -217,7 +222,7 @@ class Layout:
         given = {k: v for k, v in document.items() if k not in ("devices", "label")}
         unknown = sorted(set(given) - known)
         if unknown:
-            raise PlanError(f"layout: unknown keys {', '.join(unknown)}")
+            raise PlanError(f"layout: unknown keys {', '.join(map(named, unknown))}")
         if given.get("layers_per_stage") is not None:
             given["layers_per_stage"] = tuple(given["layers_per_stage"])
         return cls(**given)

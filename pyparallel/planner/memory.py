@@ -32,6 +32,7 @@ __all__ = [
     "gathered",
     "memory_report",
     "state_bytes",
+    "state_bytes_of",
 ]
 
 # Of what is allocated, what PyTorch's caching allocator holds beyond it; and what a process has
@@ -40,14 +41,31 @@ MARGIN = 0.04
 CONTEXT_BYTES = 1.5 * GIB
 
 
-def state_bytes(precision: Precision, zero: int, ranks: float) -> tuple[float, float, float]:
-    """Bytes of weight, gradient and optimizer per local number, `ranks` sharing what ZeRO shards.
+def state_bytes(
+    precision: Precision, zero: int, ranks: float, secondary: float = 0
+) -> tuple[float, float, float]:
+    """Bytes of weight, gradient and optimizer per local number, `ranks` sharing what ZeRO shards,
+    `secondary` of them the weights' second copy.
 
-    With float32 gradients: 18; zero 1: 6 + 12/d; 2: 2 + 16/d; 3: 18/d.
+    With float32 gradients: 18; zero 1: 6 + 12/d; 2: 2 + 16/d; 3: 18/d (+ 2/secondary).
     """
     weight = precision.weight / (ranks if zero >= 3 else 1)
+    weight += precision.weight / secondary if secondary else 0.0
     gradient = precision.gradient / (ranks if zero >= 2 else 1)
     return weight, gradient, precision.optimizer / (ranks if zero >= 1 else 1)
+
+
+def state_bytes_of(job: Job, layout: Layout) -> tuple[tuple[float, float, float], ...]:
+    """The same of a layout: of the dense numbers, and of the experts', which fewer ranks share."""
+    return tuple(
+        state_bytes(
+            job.bytes,
+            layout.zero,
+            max(layout.shards / ep, 1),
+            max(layout.secondary / ep, 1) if layout.secondary else 0,
+        )
+        for ep in (1, layout.ep)
+    )
 
 
 def memory_report(
@@ -103,12 +121,9 @@ def memory_report(
 def _states(job: Job, layout: Layout, local: Local) -> tuple[float, float, float, float]:
     """Weights, gradients, optimizer on the device, and what is on the host."""
     totals = [0.0, 0.0, 0.0]
-    for count, ranks in (
-        (local.dense, layout.shards),
-        (local.experts, layout.shards / layout.ep),
-    ):
-        for i, each in enumerate(state_bytes(job.bytes, layout.zero, max(ranks, 1))):
-            totals[i] += count * each
+    for count, each in zip(local, state_bytes_of(job, layout), strict=True):
+        for i, size in enumerate(each):
+            totals[i] += count * size
     weights, gradients, optimizer = totals
     if layout.offload == "none":
         return weights, gradients, optimizer, 0.0

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from math import ceil
 from typing import Any, NamedTuple
 
-from pyparallel.planner.errors import PlanError, shown
+from pyparallel.planner.errors import PlanError, named, shown
 
 __all__ = ["Experts", "LatentAttention", "Linear", "ModelSpec", "linears"]
 
@@ -247,7 +247,9 @@ class ModelSpec:
         unknown = sorted(set(given) - known)
         missing = sorted({"name", "layers", "hidden", "heads", "vocab"} - set(given))
         if unknown or missing:
-            raise PlanError(f"model: unknown keys {unknown}, missing keys {missing}")
+            raise PlanError(
+                f"model: unknown keys {list(map(named, unknown))}, missing keys {missing}"
+            )
         for name, kind in (("experts", Experts), ("latent", LatentAttention)):
             if isinstance(given.get(name), Mapping):
                 try:

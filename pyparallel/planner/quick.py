@@ -22,7 +22,13 @@ from pyparallel.planner.cost import (
 from pyparallel.planner.flight import closed_form, in_flight
 from pyparallel.planner.kernels import Kernels
 from pyparallel.planner.layout import Job, Layout
-from pyparallel.planner.memory import CONTEXT_BYTES, MARGIN, end_activations, gathered, state_bytes
+from pyparallel.planner.memory import (
+    CONTEXT_BYTES,
+    MARGIN,
+    end_activations,
+    gathered,
+    state_bytes_of,
+)
 from pyparallel.planner.passes import Passes, Three
 from pyparallel.planner.stages import (
     Local,
@@ -106,8 +112,7 @@ class Estimator:
         job = self.job
         sizes = self._activations(layout)
         flight = self._flight(layout)
-        own = state_bytes(job.bytes, layout.zero, layout.shards)
-        experts = state_bytes(job.bytes, layout.zero, max(layout.shards / layout.ep, 1))
+        own, experts = state_bytes_of(job, layout)
         on_device = (
             0.0 if layout.offload == "all" else 1.0,
             1.0,

@@ -37,6 +37,7 @@ def violations(job: Job, cluster: ClusterSpec, layout: Layout) -> list[Violation
     return [
         *_choices(layout, cluster, job),
         *_replicas(layout),
+        *_secondary(layout),
         *_heads(job, layout),
         *_sequence(job, layout),
         *_layers(job, layout),
@@ -111,6 +112,20 @@ def _replicas(layout: Layout) -> Iterator[Violation]:
         yield Violation(
             "replicas", f"{r} of {product} leave one shard, so none; nearest {fine}, or zero 0"
         )
+
+
+def _secondary(layout: Layout) -> Iterator[Violation]:
+    n, shards = layout.secondary, layout.shards
+    if n == 0:
+        return
+    if layout.zero != 3:
+        yield Violation(
+            "secondary", f"{n} with zero {layout.zero}, which keeps weights whole; nearest zero 3"
+        )
+    elif n < 1 or shards % n:
+        product = f"dp {layout.dp} x cp {layout.cp} / replicas {layout.replicas} = {shards}"
+        fine = nearest(n, divisors(shards))
+        yield Violation("secondary", f"{n} does not divide {product}; nearest {fine}")
 
 
 def _heads(job: Job, layout: Layout) -> Iterator[Violation]:

@@ -1,5 +1,5 @@
-"""Hybrid sharding: shards over dp cp / replicas neighbours, copied. Layers of proof: pure numbers,
-and the frameworks' own words for it read and written; all of it runs in CI."""
+"""Hybrid sharding: shards over dp cp / replicas neighbours, copied; weights held twice.
+Layers of proof: pure numbers, and the frameworks' own words for it read and written; all of it runs in CI."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from pyparallel.planner.emitters import emit
 from pyparallel.planner.importers import import_configuration
 from pyparallel.planner.quick import Estimator
 from pyparallel.planner.search import Space, search
-from pyparallel.planner.stages import Local
+from pyparallel.planner.stages import Local, local_parameters, stages_of
 
 H100 = CLUSTERS["h100"]
 JOB = Job(preset("llama-3-8b"), seq=8192, global_batch=64)
@@ -55,8 +55,31 @@ def test_gradients_take_two_hops_over_their_own_links(zero):
     assert traffic.exposed == pytest.approx(seconds + far.reduce(4 * count / 8))
 
 
+def test_a_second_copy_of_the_weights_is_held_and_gathered_in_its_group():
+    """ZeRO++ (arXiv:2306.10209, section 3.2): 2 bytes more over 8; the backward gathers in a node,
+    once a microbatch; what crosses nodes is one gather and the gradients."""
+    layout = DENSE.with_(secondary=8, overlap_dp=False)
+    stage = evaluate(JOB, H100, layout).memory.fullest
+    n = JOB.model.parameters()
+    assert stage.weights == pytest.approx(2 * n / 64 + 2 * n / 8)
+    assert stage.gradients == pytest.approx(4 * n / 64)
+    count, m = 1e9, 4
+    traffic = data_parallel(JOB, H100, layout, 1.0, 2.0, Local(count, 0.0), m)
+    far, near = (group_of(layout, H100, axis) for axis in ("shards", "secondary"))
+    assert (near.size, near.crosses, near.stride) == (8, False, 1)
+    seconds = far.gather(2 * count) + near.gather(2 * count) + far.gather(4 * count)
+    assert traffic.exposed == pytest.approx(m * seconds)
+    assert traffic.volume == pytest.approx(m * count * (63 / 64 * (2 + 4) + 7 / 8 * 2))
+    experts = Layout(dp=64, ep=4, zero=3, secondary=8, recompute="full")
+    one, held = (evaluate(MOE, H100, experts.with_(secondary=s)).memory.fullest for s in (0, 8))
+    (local,) = local_parameters(MOE.model, experts, stages_of(MOE.model, experts))
+    assert held.weights - one.weights == pytest.approx(2 * local.dense / 8 + 2 * local.experts / 2)
+
+
 def test_estimates_agree_and_a_search_keeps_what_is_given():
-    for job, layout in ((JOB, DENSE.with_(replicas=8)), (MOE, Layout(dp=16, ep=2, replicas=2))):
+    hybrid = (JOB, DENSE.with_(replicas=8)), (MOE, Layout(dp=16, ep=2, replicas=2))
+    twice = (JOB, DENSE.with_(secondary=8)), (MOE, Layout(dp=16, ep=2, zero=3, secondary=4))
+    for job, layout in (*hybrid, *twice):
         plan, estimate = evaluate(job, H100, layout), Estimator(job, H100).estimate(layout)
         assert estimate.peak == pytest.approx(plan.memory.peak)
         assert estimate.step == pytest.approx(plan.time.step)
@@ -70,12 +93,15 @@ def test_estimates_agree_and_a_search_keeps_what_is_given():
     [({"replicas": 2, "zero": 0}, "2 with zero 0, which shards nothing"),
      ({"replicas": 3}, "3 does not divide dp 64 x cp 1 = 64; nearest 2 and 4"),
      ({"replicas": 64}, "leave one shard, so none; nearest 16 and 32, or zero 0"),
-     ({"replicas": 0}, "replicas=0; allowed are 1, 2, 3")],
+     ({"replicas": 0}, "replicas=0; allowed are 1, 2, 3"),
+     ({"secondary": 8, "zero": 2}, "8 with zero 2, which keeps weights whole; nearest zero 3"),
+     ({"secondary": 24, "replicas": 2}, "24 does not divide .* replicas 2 = 32; nearest 16 and 32"),
+     ({"secondary": -1}, "-1 does not divide dp 64")],
 )  # fmt: skip
 def test_what_cannot_be(change, message, capsys):
     with pytest.raises(PlanError, match=message):
         evaluate(JOB, H100, DENSE.with_(**change))
-    if change["replicas"] > 1:
+    if "secondary" not in change and change["replicas"] > 1:
         arguments = ["--model", "llama-3-8b", "--dp", "64", "--tp", "1", "--pp", "1", "--cp", "1"]
         options = [w for k, v in change.items() for w in (f"--{k}", str(v))]
         assert main([*arguments, *options]) == 2
@@ -86,6 +112,8 @@ def test_what_cannot_be(change, message, capsys):
     ("framework", "layout"),
     [("torchtitan", DENSE.with_(replicas=8, micro_batch=1)),
      ("deepspeed", DENSE.with_(replicas=8, sequence_parallel=False)),
+     ("deepspeed", DENSE.with_(secondary=8, sequence_parallel=False)),
+     ("pyparallel", DENSE.with_(secondary=8)),
      ("megatron", Layout(dp=64, zero=1, replicas=4)),
      ("pyparallel", DENSE.with_(replicas=4))],
 )  # fmt: skip
@@ -95,7 +123,14 @@ def test_what_is_written_is_read_back(framework, layout, tmp_path):
     path.write_text(emitted.text)
     found = import_configuration(str(path), 64, JOB.model, JOB.seq)
     assert not found.violations
-    assert (found.layout.replicas, found.layout.zero) == (layout.replicas, layout.zero)
+    for name in ("replicas", "zero", "secondary"):
+        assert getattr(found.layout, name) == getattr(layout, name)
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron"])
+def test_a_second_copy_is_refused_where_there_is_no_word_for_it(framework):
+    with pytest.raises(PlanError, match="a second copy of the weights"):
+        emit(framework, JOB, DENSE.with_(secondary=8), 8)
 
 
 def test_other_files(read):
@@ -109,6 +144,12 @@ def test_other_files(read):
     found = read(ds, ".json", gpus=32)
     assert found.layout.replicas == 1
     assert "mics_shard_size 4 has no effect with stage 2" in found.assumptions
+    ds["zero_optimization"] = {"stage": 3, "zero_hpz_partition_size": 12}
+    found = read(ds, ".json", gpus=32)
+    assert found.layout.secondary == 4
+    assert "12, of 32 ranks; take 8 or 16" in found.text()
+    ds["zero_optimization"] = {"stage": 2, "zero_hpz_partition_size": 8}
+    assert "zero_hpz_partition_size 8 has no effect with stage 2" in read(ds, ".json").assumptions
     titan = "--parallelism.data_parallel_replicate_degree {} --training.seq_len 4096"
     assert import_configuration(titan.format(8), gpus=8).layout.zero == 0
     assert import_configuration(titan.format(3), gpus=8).violations

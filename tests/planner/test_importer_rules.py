@@ -253,3 +253,31 @@ def test_no_mangled_file_gives_anything_but_a_configuration_error(read):
             found.text()
             json.dumps(found.to_json())
     assert 50 < refused < 290
+
+
+_LONG = "k" * 5000
+
+
+@pytest.mark.parametrize(
+    ("ending", "content"),
+    [
+        (".json", f'{{"{_LONG}": 1}}'),
+        (".json", f'{{"train_batch_size": 8, "{_LONG}": {{"a": 1}}}}'),
+        (".json", f'{{"train_batch_size": 8, "zero_optimization": {{"{_LONG}": 1}}}}'),
+        (".json", f'{{"train_batch_size": 8, "{_LONG}": 1, "{_LONG}": 2}}'),
+        (".json", f'{{"train_batch_size": 8, "{_LONG}": '),
+        (".toml", f"{_LONG} = 1"),
+        (".toml", f"{_LONG} = ="),
+        (".toml", f"[parallelism]\ntensor_parallel_degree = '{_LONG}'"),
+        (".yaml", f"parallelism:\n  {_LONG}: 1\n  {_LONG}: 2"),
+        (".yaml", f"{_LONG}: ["),
+        (".sh", f"train --num-layers ${_LONG} --{_LONG} 1"),
+    ],
+)
+def test_a_long_key_is_cut_wherever_it_is_told(read, ending, content):
+    try:
+        told = read(content, ending, gpus=8).text()
+    except ConfigError as error:
+        told = str(error)
+    assert "k" * 70 in told
+    assert max(map(len, told.splitlines())) < 600

@@ -30,6 +30,8 @@ def deepspeed_json(e: Emission) -> str:
     if layout.replicas > 1:
         document["zero_optimization"]["mics_shard_size"] = layout.shards
         e.notes.append("hybrid sharding: build the model under deepspeed.zero.MiCS_Init")
+    if layout.secondary:
+        document["zero_optimization"]["zero_hpz_partition_size"] = layout.secondary
     if layout.offload != "none":
         document["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if layout.offload == "all":

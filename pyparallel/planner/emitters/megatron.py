@@ -49,6 +49,7 @@ def megatron_script(e: Emission) -> str:
 
 def _model(e: Emission) -> list[str]:
     m = e.model
+    e.cannot(e.layout.secondary > 0, "a second copy of the weights", "take secondary 0")
     e.cannot(m.embedding_norm, "a norm after the embedding", "none")
     e.cannot(
         m.positions == "learned" and e.job.seq > m.max_seq,

@@ -92,6 +92,7 @@ def _shards(e: Emission) -> Table:
         e.cannot(layout.cp > 1, "context parallelism without shards", "take zero 3 or 2")
         return {"data_parallel_replicate_degree": layout.dp, "data_parallel_shard_degree": 1}
     e.cannot(layout.zero == 1, "ZeRO-1", "take zero 2 or 3")
+    e.cannot(layout.secondary > 0, "a second copy of the weights", "take secondary 0")
     e.cannot(
         layout.dp % layout.replicas != 0,
         f"{layout.replicas} replicas of dp {layout.dp}, cut by cp {layout.cp}",

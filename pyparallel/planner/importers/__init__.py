@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from pyparallel.planner.errors import named
 from pyparallel.planner.importers import deepspeed, megatron, others, torchtitan
 from pyparallel.planner.importers.own import read_own
 from pyparallel.planner.importers.reader import BrokenRule, Note, Reader
@@ -188,8 +189,9 @@ def _framework(source: Source) -> str:
         raise ConfigError(
             f"{source.name}: a model's sizes, without a layout: give it to --model instead"
         )
+    some = ", ".join(named(key) for key in sorted(map(str, keys))[:8])
     raise ConfigError(
-        f"{source.name}: keys {', '.join(sorted(map(str, keys))[:8])}: of none of "
+        f"{source.name}: keys {some}: of none of "
         f"{', '.join(FRAMEWORKS)}; DeepSpeed has train_micro_batch_size_per_gpu or "
         "zero_optimization, nanotron parallelism, picotron distributed and training, FSDP "
         "fsdp_config"
@@ -214,6 +216,16 @@ def _shards(reader: Reader, s: Settings) -> None:
     s.replicas = data // size if s.shard is not None else size
     if s.zero == 0:
         s.replicas = 1
+    shards = data // s.replicas
+    if s.secondary and shards % s.secondary:
+        reader.violations.append(
+            reader.broken(
+                "zero_hpz_partition_size divides the ranks that share shards",
+                f"{s.secondary}, of {shards} ranks",
+                f"take {nearest_divisors(s.secondary, shards)}",
+            )
+        )
+        s.secondary = gcd(s.secondary, shards)
     if s.replicas == data > 1:
         s.replicas, s.zero = 1, 0  # one shard is none
     if s.stored == "fp32" and s.precision != "fp32":
@@ -250,6 +262,7 @@ def _layout(s: Settings) -> Layout:
         micro_batch=s.microbatch or 1,
         zero=s.zero,
         replicas=s.replicas,
+        secondary=s.secondary,
         schedule=s.schedule,
         chunks=s.chunks,
         group_size=s.group_size,

@@ -172,11 +172,18 @@ def _zero(reader: Reader, s: Settings) -> None:
         s.shard = mics
     elif mics > 0:
         reader.assumptions.append(f"mics_shard_size {mics} has no effect with stage {stage}")
-    if hpz > 1:
-        reader.assumptions.append(
-            f"zero_hpz_partition_size {hpz}: parameters are held once more in groups of {hpz}, "
-            "which the plan does not count"
-        )
+    for what, key in (
+        ("weights", "zero_quantized_weights"),
+        ("gradients", "zero_quantized_gradients"),
+    ):
+        if reader.truth(f"{z}.{key}") and stage == 3:
+            reader.assumptions.append(
+                f"{key}: {what} travel in 8 bits or fewer; the plan counts them as they are kept"
+            )
+    if hpz > 1 and stage == 3:
+        s.secondary = hpz
+    elif hpz > 1:
+        reader.assumptions.append(f"zero_hpz_partition_size {hpz} has no effect with stage {stage}")
 
 
 def check_pipeline(reader: Reader, s: Settings) -> None:

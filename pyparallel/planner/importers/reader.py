@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from pyparallel.planner.errors import shown
+from pyparallel.planner.errors import named, shown
 from pyparallel.planner.importers.source import Source
 
 __all__ = ["BYTES", "LARGEST", "BrokenRule", "Note", "Reader"]
@@ -102,7 +102,7 @@ class Reader:
             return None
         if isinstance(value, str) and value.startswith("$"):
             taken = "unknown" if default is None else f"{_shown(default)} is assumed"
-            self.undetermined.append(Note(told, f"{value} has no value here; {taken}"))
+            self.undetermined.append(Note(told, f"{named(value)} has no value here; {taken}"))
             return None
         if isinstance(value, Mapping):
             raise self.source.fail(path, f"keys with values; {expected} is expected")
@@ -205,9 +205,8 @@ class Reader:
 
     def breaks(self, key: str, rule: str, found: object, mend: str) -> None:
         """Notes a broken rule; all of them are told together."""
-        self.violations.append(
-            BrokenRule(self.source.where(self.path(key)), rule, str(found), mend)
-        )
+        where = self.source.where(self.path(key))
+        self.violations.append(BrokenRule(where, rule, named(str(found)), mend))
 
     def lacks(self, key: str, mend: str) -> None:
         """Notes that a key the framework asks for is not there."""
@@ -231,11 +230,11 @@ class Reader:
                 continue
             key = ".".join(path)
             close = [] if key in asked else difflib.get_close_matches(key, asked, n=1, cutoff=0.9)
-            shown = f"--{key}" if self.source.kind == "flags" else key
+            told = named(f"--{key}" if self.source.kind == "flags" else key)
             text = "not needed for a plan"
             if close:
                 text = f"not known; {close[0]} resembles it, and was not given by this name"
-            notes.append(Note(shown, text))
+            notes.append(Note(told, text))
         return notes
 
 

@@ -22,6 +22,7 @@ class Settings:
         replicas: copies of what `zero` shards, each sharded over dp cp / replicas ranks.
         shard: ranks of dp x cp that share the shards of `zero`, where a configuration counts those
             instead; None for dp cp / replicas.
+        secondary: ranks that hold the weights once more from forward to backward; 0: none.
         chunks: stages per pipeline rank.
         layers_per_stage: of every stage, where they are not even.
         schedule: a name of `pyparallel.schedule.FAMILIES`.
@@ -54,6 +55,7 @@ class Settings:
     dp: int | None = None
     replicas: int = 1
     shard: int | None = None
+    secondary: int = 0
     chunks: int = 1
     layers_per_stage: tuple[int, ...] | None = None
     schedule: str = "1f1b"

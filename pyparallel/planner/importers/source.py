@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pyparallel.planner.errors import PlanError
+from pyparallel.planner.errors import PlanError, named
 from pyparallel.planner.importers.shell import LONGEST, OpenQuote, TooLong, read_flags
 
 __all__ = ["ConfigError", "Source", "read_source"]
@@ -45,8 +45,7 @@ class Source:
     def where(self, path: Path_) -> str:
         """File, line and key of a value, for messages; the nearest line above where it has none."""
         key = f"--{path[0]}" if self.kind == "flags" and len(path) == 1 else ".".join(path)
-        if len(key) > 200:
-            key = f"{key[:200]}..."
+        key = named(key)
         for length in range(len(path), 0, -1):
             line = self.lines.get(path[:length])
             if line is not None:
@@ -110,7 +109,8 @@ def _read_flags(name: str, text: str) -> tuple[dict[str, Any], dict[Path_, int]]
         return read_flags(text)
     except TooLong as error:
         raise ConfigError(
-            f"{name}: ${error} has grown to more than {LONGEST} characters; give it short"
+            f"{name}: ${named(str(error))} has grown to more than {LONGEST} characters; give it "
+            "short"
         ) from None
     except OpenQuote as error:
         raise ConfigError(
@@ -145,16 +145,20 @@ def _read_json(name: str, text: str) -> tuple[Any, dict[Path_, int]]:
             key = json.loads(word)
             line = text.count("\n", 0, token.start()) + 1
             if key in seen[-1]:
-                raise ConfigError(f"{name}, line {line}, {key}: the key stands twice; keep one")
+                raise _twice(name, line, key)
             seen[-1].add(key)
             keys[-1] = key
             lines.setdefault(tuple(filter(None, keys)), line)
     return values, lines
 
 
+def _twice(name: str, line: int, key: str) -> ConfigError:
+    return ConfigError(f"{name}, line {line}, {named(key)}: the key stands twice; keep one")
+
+
 def _last_key(text: str) -> str:
     keys = re.findall(r'"((?:\\.|[^"\\])*)"\s*:', text)
-    return f", after key {keys[-1]}" if keys else ""
+    return f", after key {named(keys[-1])}" if keys else ""
 
 
 _TOML_TABLE = re.compile(r"^\s*\[{1,2}\s*([^\[\]]+?)\s*\]{1,2}\s*(?:#.*)?$")
@@ -170,8 +174,8 @@ def _read_toml(name: str, text: str) -> tuple[Any, dict[Path_, int]]:
         line = int(found[1]) if found else text.count("\n") + 1
         text_line = (text.splitlines() or [""])[min(line, len(text.splitlines())) - 1]
         key = _TOML_KEY.match(text_line)
-        named = f", {key[1]}" if key else ""
-        raise ConfigError(f"{name}, line {line}{named}: no TOML: {error}") from None
+        at = f", {named(key[1])}" if key else ""
+        raise ConfigError(f"{name}, line {line}{at}: no TOML: {named(str(error))}") from None
     lines: dict[Path_, int] = {}
     table: Path_ = ()
     for number, line_text in enumerate(text.splitlines(), 1):
@@ -199,9 +203,9 @@ def _read_yaml(name: str, text: str) -> tuple[Any, dict[Path_, int]]:
         if mark:
             above = "\n".join(text.splitlines()[: mark.line + 1])
             before = re.findall(r"^\s*([\w.-]+)\s*:", above, re.MULTILINE)
-            near = f", at key {before[-1]}" if before else ""
+            near = f", at key {named(before[-1])}" if before else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{name}{line}{near}: no YAML: {problem}") from None
+        raise ConfigError(f"{name}{line}{near}: no YAML: {named(problem)}") from None
     lines: dict[Path_, int] = {}
     if node is not None:
         _yaml_lines(name, parser, node, (), lines)
@@ -215,7 +219,7 @@ def _yaml_lines(name: str, parser: Any, node: Any, path: Path_, lines: dict[Path
     for key, value in node.value:
         line = key.start_mark.line + 1
         if key.value in seen:
-            raise ConfigError(f"{name}, line {line}, {key.value}: the key stands twice; keep one")
+            raise _twice(name, line, key.value)
         seen.add(key.value)
         inner = (*path, str(key.value))
         lines.setdefault(inner, line)
