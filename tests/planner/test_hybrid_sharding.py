@@ -1,5 +1,6 @@
 """Hybrid sharding: shards over dp cp / replicas neighbours, copied; weights held twice.
-Layers of proof: pure numbers, and the frameworks' own words for it read and written; all of it runs in CI."""
+Layers of proof: pure numbers, and the frameworks' own words for it read and written; all of it
+runs in CI."""
 
 import pytest
 
