@@ -4,12 +4,13 @@ RUN is a folder of traces or the files themselves: what torch.profiler's `export
 wrote, one per rank (.json or .json.gz), or what `simulate --trace` wrote. A rank's time has three
 parts:
 
-    compute    some kernel (on a CPU: some aten operator) runs
+    compute    some kernel (on a CPU: some aten operator or kernel of ours) runs
     exposed    a collective or message runs and no compute does: what overlap would hide
     idle       neither: a pipeline's bubble, a slow host, input
 
-and exposed time is told per process group. Intervals are united before they are added, so that
-nothing counts twice. Advice names the figures it rests on. Nothing here needs torch.
+and exposed time is told per process group, by the names that `build_mesh` gives to groups: dp, tp,
+sp, pp. Intervals are united before they are added, so that nothing counts twice. Advice names the
+figures it rests on. Nothing here needs torch.
 """
 
 import argparse
@@ -29,11 +30,22 @@ __all__ = ["RankTime", "advice", "main", "read_traces"]
 
 Interval = tuple[float, float]
 BACKENDS = ("gloo:", "nccl:", "pyparallel:", "mpi:", "ucc:", "xccl:")
+COMPUTE = ("aten::", "pyparallel::kernels::")  # on a CPU
 NOT_TOLD = "group not told"
 _END = 1e20  # microseconds: what clocks show lies far below
 # Shares of the step from which an experienced engineer would act.
 EXPOSED, IDLE, UNEVEN = 0.15, 0.15, 0.10
 TENSOR_PARALLEL = 0.30  # communication that no overlap has hidden: fewer ranks share a layer
+# What to do about communication over an axis that nothing hides.
+_MENDS = {
+    "dp": "more samples per step and rank (gradients travel once a step), or 16-bit or compressed "
+    "gradients",
+    "tp": "activations cut along the sequence (tp_sequence_parallel), or fewer ranks that share a "
+    "layer",
+    "sp": "longer sequences, another strategy of attention, or fewer ranks that share a sequence",
+    "pp": "ranks wait for their neighbours: more microbatches, stages of equal time, or an "
+    "interleaved or zero-bubble schedule (simulate compares them)",
+}
 
 
 @dataclass(frozen=True)
@@ -115,8 +127,10 @@ def _parse(trace: dict[str, Any]) -> Iterator[RankTime]:
     if "distributedInfo" in trace or any(event.get("cat") == "cpu_op" for event in spans):
         told = trace.get("distributedInfo", {})
         groups = told.get("pg_config", [])
-        only = groups[0].get("pg_desc", NOT_TOLD) if len(groups) == 1 else NOT_TOLD
-        yield _of_torch(int(told.get("rank", 0)), events, only)
+        names = {str(group.get("pg_name")): group.get("pg_desc") for group in groups}
+        if groups:  # torch tells of all ranks' group first; ours says which it is
+            names["world"] = groups[0].get("pg_desc")
+        yield _of_torch(int(told.get("rank", 0)), events, names)
         return
     if not spans:
         raise ValueError("no event has a duration")
@@ -130,7 +144,9 @@ def _parse(trace: dict[str, Any]) -> Iterator[RankTime]:
         yield _rank_time(rank, end - start, compute, messages, None)
 
 
-def _of_torch(rank: int, events: list[dict[str, Any]], only_group: str) -> RankTime:
+def _of_torch(rank: int, events: list[dict[str, Any]], names: dict[str, "str | None"]) -> RankTime:
+    """`names`: what the groups of the run are called."""
+    only_group = names["world"] if len(names) == 2 else None
     spans = [event for event in events if event["ph"] == "X" and event.get("cat") != "Trace"]
     on_device = any(event.get("cat") == "kernel" for event in spans)
     compute: list[Interval] = []
@@ -143,11 +159,13 @@ def _of_torch(rank: int, events: list[dict[str, Any]], only_group: str) -> RankT
             messages = name.startswith("nccl")
         else:
             messages = category == "user_annotation" and name.startswith(BACKENDS)
-            if not messages and not (category == "cpu_op" and name.startswith("aten::")):
+            if not messages and not (category == "cpu_op" and name.startswith(COMPUTE)):
                 continue
         if messages:
-            group = event.get("args", {}).get("Process Group Description") or only_group
-            waits[str(group)].append(_interval(event))
+            called = name.partition(", group ")[2]  # "0 (global ranks 0-3)"
+            group = event.get("args", {}).get("Process Group Description")
+            group = group or names.get(called.partition(" (")[0]) or called
+            waits[str(group or only_group or NOT_TOLD)].append(_interval(event))
         else:
             compute.append(_interval(event))
     peaks = [
@@ -240,12 +258,14 @@ def advice(times: Sequence[RankTime]) -> list[str]:
         if share < EXPOSED:
             continue
         what = f"{group}: {100 * share:.0f} % of the time is communication that nothing hides"
-        if "tp" in group.lower().replace("-", "_").split("_") and share >= TENSOR_PARALLEL:
+        axis = _axis_of(group)
+        if axis == "tp" and share >= TENSOR_PARALLEL:
             said.append(f"{what} (from 30 %): use fewer tensor parallel ranks, or faster links")
         elif group == "pipeline":
             said.append(f"{what}: larger microbatches, or fewer stages per rank")
         else:
-            said.append(f"{what}: overlap it with compute, send less (16 bits), or use fewer ranks")
+            mend = "overlap it with compute, send less (16 bits), or use fewer ranks"
+            said.append(f"{what}: {_MENDS.get(axis, mend)}")
     idle = sum(time.idle for time in times) / span
     if idle >= IDLE:
         said.append(
@@ -262,6 +282,12 @@ def advice(times: Sequence[RankTime]) -> list[str]:
             "that device"
         )
     return said
+
+
+def _axis_of(group: str) -> str:
+    """The axis of a layout that a group's name is of; gradients go over dp and sp together."""
+    found = {axis for axis in _MENDS if axis in group.lower().replace("-", "_").split("_")}
+    return "dp" if found == {"dp", "sp"} else found.pop() if len(found) == 1 else ""
 
 
 def _table(times: Sequence[RankTime]) -> Iterator[str]:

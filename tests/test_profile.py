@@ -59,7 +59,7 @@ def test_a_device(tmp_path):
     assert said[0].startswith("tp: 40 % ")
     assert "fewer tensor parallel ranks" in said[0]
     assert said[1].startswith("dp: 20 % ")
-    assert "overlap" in said[1]
+    assert "more samples per step" in said[1]
     assert len(said) == 2
 
 
@@ -67,15 +67,42 @@ def test_hosts_only(tmp_path):
     """On CPUs a collective is what the backend annotates; on its own thread it may be hidden."""
     content = trace(
         0,
-        event("aten::mm", "cpu_op", 0, 60),
+        event("aten::mm", "cpu_op", 20, 40),
         event("c10d::allreduce_", "cpu_op", 60, 40),
-        event("pyparallel:all_reduce", "user_annotation", 50, 50),
+        event("pyparallel:all_reduce, group 3 (global ranks 0-1)", "user_annotation", 50, 35),
+        event("pyparallel:all_gather, group world", "user_annotation", 85, 5),
+        event("pyparallel:send, group own", "user_annotation", 80, 15),
+        event("gloo:send", "user_annotation", 95, 5),
+        event("pyparallel::kernels::attention_forward", "cpu_op", 0, 20),
         event("my own region", "user_annotation", 0, 100),
     )
+    content["distributedInfo"]["pg_config"] = [
+        {"pg_name": "0", "pg_desc": "dp-tp"},
+        {"pg_name": "3", "pg_desc": "tp"},
+    ]
     (time,) = profile.read_traces([write(tmp_path / "t.json", content)])
     parts = (time.compute, time.exposed, time.hidden)
     assert parts == pytest.approx((60e-6, 40e-6, 10e-6))
+    told = {"tp": 25e-6, "dp-tp": 5e-6, "own": 15e-6, "group not told": 5e-6}
+    assert time.exposed_by_group == pytest.approx(told)
     assert time.peak_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("group", "mend"),
+    [
+        ("tp", "tp_sequence_parallel"),
+        ("pp", "more microbatches"),
+        ("dp-sp", "more samples per step"),
+        ("sp", "longer sequences"),
+        ("dp-tp", "overlap it with compute"),
+    ],
+)
+def test_each_dimension_has_its_mend(group, mend):
+    time = profile.RankTime(0, 1.0, 0.7, 0.2, 0.1, 0.0, {group: 0.2}, None)
+    (said,) = profile.advice([time])
+    assert said.startswith(f"{group}: 20 % ")
+    assert mend in said
 
 
 def test_a_slow_rank_is_named(tmp_path):

@@ -5,6 +5,7 @@
 
 #include "base/env.h"
 #include "base/error.h"
+#include "base/observer.h"
 #include "shm/collectives.h"
 #include "shm/group.h"
 #include "shm/point_to_point.h"
@@ -130,10 +131,12 @@ class Seat final : public Communicator {
 
   void send(const void* data, std::size_t count, DType dtype, int destination, std::int64_t tag,
             Deadline deadline) override {
+    const Observed observed("send", name());
     transfers_->wait(*start_send(data, count, dtype, destination, tag), deadline);
   }
   int recv(void* data, std::size_t count, DType dtype, int source, std::int64_t tag,
            Deadline deadline) override {
+    const Observed observed("recv", name());
     const auto transfer = start_recv(data, count, dtype, source, tag);
     transfers_->wait(*transfer, deadline);
     return transfer->source();
@@ -205,6 +208,7 @@ class Seat final : public Communicator {
 
   template <typename Check, typename Run>
   void call(Op op, const Deadline& deadline, const Check& check, const Run& run) {
+    const Observed observed(name_of(op), name());
     const Turn turn(*this, deadline);
     group_->throw_if_unusable();
     try {

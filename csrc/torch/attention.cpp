@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -206,6 +207,7 @@ void attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tenso
                        const at::Tensor& q_pieces, const at::Tensor& k_pieces,
                        const AttentionMask& mask, const at::Tensor& row_max,
                        const at::Tensor& row_sum, const at::Tensor& acc) {
+  RECORD_FUNCTION("pyparallel::kernels::attention_forward", c10::ArrayRef<const c10::IValue>());
   const Sizes sizes = sizes_of(q, k, v);
   const std::int64_t batch = q.size(0);
   const std::int64_t rows = q.size(1);
@@ -260,6 +262,7 @@ void attention_backward(const at::Tensor& dout, const at::Tensor& q, const at::T
                         const at::Tensor& q_pieces, const at::Tensor& k_pieces,
                         const AttentionMask& mask, const at::Tensor& dq, const at::Tensor& dk,
                         const at::Tensor& dv) {
+  RECORD_FUNCTION("pyparallel::kernels::attention_backward", c10::ArrayRef<const c10::IValue>());
   const Sizes sizes = sizes_of(q, k, v);
   const std::int64_t batch = q.size(0);
   const std::int64_t rows = q.size(1);

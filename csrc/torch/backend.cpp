@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "torch/profiling.h"
 
 namespace pyparallel::dist {
 namespace {
@@ -51,8 +52,9 @@ void Backend::refuse(const char* name, const InvalidArgument& error) {
 Backend::Work Backend::enqueue(const Spec& spec, std::chrono::milliseconds timeout,
                                const Tensors& inputs, Outputs outputs, Call call) {
   auto queued = std::make_shared<QueuedCall>();
-  queued->work = c10::make_intrusive<QueuedWork>(rank_, spec.type, spec.title, inputs,
-                                                 std::move(outputs), communicator_->sequence());
+  queued->work = c10::make_intrusive<QueuedWork>(
+      rank_, spec.type, profiled_title(spec.title, seat_.group), inputs, std::move(outputs),
+      communicator_->sequence());
   // Owns the communicator: it must live as long as the worker is in the call.
   queued->call = [communicator = communicator_, timeout, call = std::move(call)] {
     call(*communicator, Deadline::after(timeout));
@@ -86,9 +88,9 @@ void Backend::abandon_coalescing(const std::string& op, const std::string& why) 
 Backend::Work Backend::track_message(const Spec& spec, const at::Tensor& tensor, Dense data,
                                      std::shared_ptr<shm::Work> started) {
   orphans_->sweep();
-  Work work = c10::make_intrusive<MessageWork>(rank_, spec.type, spec.title, tensor,
-                                               std::move(data), std::move(started),
-                                               communicator_->timeout(), orphans_, finisher_);
+  Work work = c10::make_intrusive<MessageWork>(
+      rank_, spec.type, profiled_title(spec.title, seat_.group), tensor, std::move(data),
+      std::move(started), communicator_->timeout(), orphans_, finisher_);
   if (batch_->is_open()) batch_->add(work);
   return work;
 }

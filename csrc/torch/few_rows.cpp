@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
@@ -37,6 +38,7 @@ bool is_plain(const at::Tensor& x) {
 }
 
 at::Tensor few_rows(const at::Tensor& x, const at::Tensor& weight, const FewRows& s) {
+  RECORD_FUNCTION("pyparallel::kernels::few_rows", c10::ArrayRef<const c10::IValue>());
   c10::DimVector shape(x.sizes().begin(), x.sizes().end());
   shape.back() = s.n;
   at::Tensor y = at::empty(shape, x.options());

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "base/interrupt.h"
+#include "base/observer.h"
 #include "torch/hierarchical_record.h"
 
 namespace pyparallel::dist {
@@ -159,6 +160,7 @@ void HierarchicalCommunicator::on_worker(const std::function<void()>& call) {
 void HierarchicalCommunicator::collective(const Call& call, Deadline deadline,
                                           const std::function<void()>& check,
                                           const std::function<void()>& body) {
+  const Observed observed(name_of_op(call.op), seat_.group);
   const shm::Note* note = shm::take_note(this);  // this thread's, and kept until it leaves another
   on_worker([&] {
     throw_if_failed();

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "base/observer.h"
 #include "torch/hierarchical.h"
 
 namespace pyparallel::dist {
@@ -55,11 +56,13 @@ std::shared_ptr<shm::Work> HierarchicalCommunicator::irecv(void* data, std::size
 
 void HierarchicalCommunicator::send(const void* data, std::size_t count, DType dtype,
                                     int destination, std::int64_t tag, Deadline deadline) {
+  const Observed observed("send", seat_.group);
   isend(data, count, dtype, destination, tag)->wait(deadline);
 }
 
 int HierarchicalCommunicator::recv(void* data, std::size_t count, DType dtype, int source,
                                    std::int64_t tag, Deadline deadline) {
+  const Observed observed("recv", seat_.group);
   const auto started = irecv(data, count, dtype, source, tag);
   started->wait(deadline);
   return started->source();

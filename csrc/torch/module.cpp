@@ -11,6 +11,7 @@
 #include "torch/few_rows.h"
 #include "torch/group.h"
 #include "torch/nccl_module.h"
+#include "torch/profiling.h"
 
 namespace py = pybind11;
 
@@ -84,6 +85,7 @@ PYBIND11_MODULE(_torch, m) {
       py::arg("make_gloo"),
       "Collective over the ranks of one group, on any number of hosts: a capsule for "
       "_core.Communicator.from_capsule.");
+  dist::show_calls_to_profilers();
   dist::register_attention(m);
   dist::register_fast_calls(m);
   dist::register_few_rows(m);

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "torch/nccl_work.h"
+#include "torch/profiling.h"
 
 namespace pyparallel::dist {
 namespace {
@@ -182,8 +183,8 @@ NcclBackend::Work NcclBackend::work_of(const Spec& spec, const Tensors& inputs, 
   facts.failure = [ends = ends_] { return ends.failure(); };
   facts.absent = [roll = ends_.roll] { return roll->absent(); };
   facts.abort = [ends = ends_](const std::string& why) { ends.abort(why); };
-  return c10::make_intrusive<NcclWork>(rank_, spec.type, spec.title, inputs, std::move(facts),
-                                       streams_, stream);
+  return c10::make_intrusive<NcclWork>(rank_, spec.type, profiled_title(spec.title, seat_.group),
+                                       inputs, std::move(facts), streams_, stream);
 }
 
 NcclBackend::Work NcclBackend::start(const Spec& spec, How how, const Tensors& inputs, Call call) {

@@ -10,7 +10,7 @@ namespace pyparallel::dist {
 NcclWork::NcclWork(int rank, c10d::OpType type, const char* title,
                    const std::vector<at::Tensor>& inputs, Facts facts, const DeviceStreams& streams,
                    c10::Stream stream)
-    : c10d::Work(rank, type, title_if_profiling(title), inputs),
+    : c10d::Work(rank, type, title, inputs),
       facts_(std::move(facts)),
       streams_(streams),
       end_(streams_, stream) {

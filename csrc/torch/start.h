@@ -1,8 +1,6 @@
 // How a collective of the backend starts: included by the files that define collectives.
 #pragma once
 
-#include <ATen/record_function.h>
-
 #include "base/error.h"
 #include "torch/backend.h"
 
@@ -31,14 +29,6 @@ Backend::Work Backend::start(const Spec& spec, const Opts& opts, const Tensors& 
   const std::chrono::milliseconds timeout = timeout_of(opts.timeout);
   if (!caller_waits(opts) || batch_->is_open()) {
     return enqueue(spec, timeout, inputs, outputs(), Call(std::move(call)));
-  }
-  std::optional<at::RecordFunction> record;
-  if (at::hasCallbacks()) {
-    record.emplace(at::RecordScope::USER_SCOPE);
-    if (record->isActive()) {
-      const std::vector<c10::IValue> recorded(inputs.begin(), inputs.end());
-      record->before(spec.title, &recorded);
-    }
   }
   call(*communicator_, Deadline::after(timeout));
   return {};

@@ -1,7 +1,5 @@
 #include "torch/work.h"
 
-#include <ATen/record_function.h>
-
 #include <algorithm>
 
 #include "base/error.h"
@@ -16,12 +14,9 @@ Outputs one_list(const at::Tensor& tensor) { return {{tensor}}; }
 
 }  // namespace
 
-const char* title_if_profiling(const char* title) { return at::hasCallbacks() ? title : nullptr; }
-
 BaseWork::BaseWork(int rank, c10d::OpType type, const char* title,
                    const std::vector<at::Tensor>& inputs, Outputs outputs, std::uint64_t sequence)
-    : Work(rank, type, title_if_profiling(title),
-           title_if_profiling(title) ? std::optional(inputs) : std::nullopt),
+    : Work(rank, type, title, title != nullptr ? std::optional(inputs) : std::nullopt),
       outputs_(std::move(outputs)),
       sequence_(sequence) {}
 

@@ -116,7 +116,4 @@ class BatchWork : public BaseWork {
   const std::shared_ptr<Finisher> finisher_;
 };
 
-// The profiler's title where a profiler listens, else nullptr (which costs nothing).
-const char* title_if_profiling(const char* title);
-
 }  // namespace pyparallel::dist

@@ -215,6 +215,8 @@ def _make_groups(config: ParallelConfig, rank: int) -> dict[tuple[int, ...], dis
     world = dist.group.WORLD
     assert world is not None
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(config.world_size)): world}
+    # Profiles name groups by their axes; those of size 1 take no part.
+    world._set_group_desc("-".join(axis for axis in AXES if config.size(axis) > 1) or "alone")
     for number in range(len(AXES) + 1):
         for axes in combinations(AXES, number):
             _add(groups, config.ranks(rank, *axes), "-".join(axes) or "alone")

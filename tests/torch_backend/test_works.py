@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pyparallel.comm import InvalidArgument, Mismatch, Timeout
+from pyparallel.comm.torch_backend import communicator_of
 from tests.comm.reference import assert_same_bits, data, poisoned
 from tests.launch import Rank, run_ranks
 from tests.torch_backend.groups import process_group
@@ -241,12 +242,15 @@ def test_futures_of_unfinished_messages():
 
 def profiled(rank: Rank) -> list[str]:
     with process_group(rank), torch.profiler.profile() as profile:
+        communicator = communicator_of(dist.group.WORLD)
         dist.all_reduce(torch.ones(3))
         dist.broadcast(torch.ones(3), 0, async_op=True).wait()
+        communicator.all_gather(torch.ones(3, 2), dim=1)
     return [event.name for event in profile.events()]
 
 
 def test_profiler_titles():
     for names in run_ranks(profiled, 2):
-        assert "pyparallel:all_reduce" in names
-        assert "pyparallel:broadcast" in names
+        for op in ("all_reduce", "broadcast", "all_gather"):
+            title = f"pyparallel:{op}, group world"
+            assert names.count(title) == 1, (title, names)

@@ -144,6 +144,7 @@ def test_a_run_goes_on_at_another_layout(tmp_path):
     assert straight[-1]["tokens_per_second"] > 0
     times = profile.read_traces([tmp_path / "straight" / "trace"])
     assert [time.rank for time in times] == [0, 1]
+    assert all(time.exposed_by_group["tp"] > 0 for time in times), times
     trace = json.loads((tmp_path / "straight/trace/rank1.json").read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
     assert {"data", "forward and backward", "clip", "optimizer"} <= names
