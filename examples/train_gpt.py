@@ -14,6 +14,7 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from pyparallel.planner import ModelSpec
 from pyparallel.profile import read_traces
 from pyparallel.training import (
     Checkpointer,
+    HostOffload,
     MetricsLog,
     ParallelConfig,
     ParallelMesh,
@@ -56,6 +58,7 @@ class Settings:
     schedule: str = "1f1b"
     precision: str = "fp32"
     recompute: str = "none"
+    offload: bool = False  # what a forward keeps for backward goes to the host (CUDA)
     # model
     layers: int = 4
     hidden: int = 192
@@ -88,6 +91,7 @@ class Settings:
     generate: int = 120  # bytes, at the end
     temperature: float = 0.7
     device: str = "cpu"
+    timeout: float = 600.0  # seconds after which a call that ranks have not come to is an error
 
 
 def read_settings(argv: list[str] | None = None) -> Settings:
@@ -135,7 +139,8 @@ class Training:
             zero=s.zero,
             tp_sequence_parallel=s.tp_sequence_parallel,
         )
-        self.mesh: ParallelMesh = build_mesh(layout, device_type=s.device)
+        limit = None if started else timedelta(seconds=s.timeout)
+        self.mesh: ParallelMesh = build_mesh(layout, device_type=s.device, timeout=limit)
         self.folder = Path(s.folder)
         torch.manual_seed(s.seed)  # the same model on every rank; of it, this rank trains its part
         config = LlamaConfig(
@@ -155,6 +160,7 @@ class Training:
             schedule=s.schedule,
             precision=s.precision,
             recompute=s.recompute,
+            offload=HostOffload(s.device) if s.offload else None,
             seed=s.seed,
         )
         self.optimizer = self.model.optimizer(self.make_optimizer)

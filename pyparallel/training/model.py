@@ -13,18 +13,16 @@ are put together, and nothing more.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyparallel import ops
 from pyparallel.attention import unshard
 from pyparallel.errors import InvalidArgument
-from pyparallel.layers import ColumnParallelLinear, SequenceSharding, parallelize
-from pyparallel.layers.parameters import assemble
+from pyparallel.layers import SequenceSharding, parallelize
 from pyparallel.pipeline import Partition, partition_model
 from pyparallel.schedule import FAMILIES, generate
 from pyparallel.training.batches import Batch, agree_on_batch
@@ -32,54 +30,33 @@ from pyparallel.training.clipping import clip_grad_norm_, tied_copies
 from pyparallel.training.compression import Compression
 from pyparallel.training.cut_attention import cut_attention
 from pyparallel.training.data_parallelism import DataParallel, data_parallel
+from pyparallel.training.logits import from_rank, sharded_head, whole_classes
 from pyparallel.training.mesh import ParallelMesh
+from pyparallel.training.meta import Waiting, compute_buffers
 from pyparallel.training.passes import Loop, Passes, Pipeline, check_schedule
 from pyparallel.training.passing import pass_through
 from pyparallel.training.plans import plan_of
-from pyparallel.training.precision import LossScaler, Precision
+from pyparallel.training.precision import Precision
 from pyparallel.training.random import RandomStreams, place_dropouts
-from pyparallel.training.recompute import apply_recompute
+from pyparallel.training.recompute import HostOffload, apply_recompute
+from pyparallel.training.run_state import RunState
 from pyparallel.training.ties import Ties
 from pyparallel.training.token_loss import CrossEntropy, Loss
 from pyparallel.training.whole_state import WholeState
 
 __all__ = ["ParallelModel"]
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of logits
-
-
-class RunState:
-    """What a run that goes on needs to know of a model beside its parameters; the same on all
-    ranks.
-
-    Attributes:
-        steps: calls of `forward_backward`, which dropout masks are a function of.
-    """
-
-    def __init__(self, scaler: LossScaler | None) -> None:
-        self.steps = 0
-        self._scaler = scaler
-
-    def state_dict(self) -> dict[str, Any]:
-        scale = None if self._scaler is None else self._scaler.state_dict()
-        return {"steps": self.steps, "scaler": scale}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A run that has had no loss scale begins with the one it has now."""
-        self.steps = int(state["steps"])
-        if self._scaler is not None and state["scaler"] is not None:
-            self._scaler.load_state_dict(state["scaler"])
-
 
 class ParallelModel:
     """This rank's part of a model, and how its steps run.
 
     Args:
-        module: the whole model, alike on all ranks (one seed, one checkpoint): of token ids [batch,
-            rows], and `position_ids` [1, rows] where it has such an argument, logits [batch, rows,
-            classes] are made. With sp, its attention is as cut_attention.py says; with pp, its
-            structure as `partition_model` knows it. It becomes this rank's part in place: use the
-            `ParallelModel` in its stead.
+        module: the whole model, alike on all ranks (one seed, one checkpoint), or on meta: then
+            each rank allocates its part only, which is to be loaded before the first step. Of token
+            ids [batch, rows], and `position_ids` [1, rows] where it has such an argument, logits
+            [batch, rows, classes] are made. With sp, its attention is as cut_attention.py says;
+            with pp, its structure as `partition_model` knows it. It becomes this rank's part in
+            place: use the `ParallelModel` in its stead.
         mesh: from `build_mesh`.
         loss: (logits, labels) -> the sum of the losses of all tokens whose label is not -100, a
             tensor of one element. None: cross entropy, over logits that tensor parallel ranks do
@@ -96,6 +73,7 @@ class ParallelModel:
         recompute: "none", "full" (layers) or "selective" (attention) runs again in backward.
         recompute_every: with full, of so many layers one.
         recompute_modules: with selective, patterns of names in place of the attentions.
+        offload: `HostOffload(device)`: what a forward keeps for backward goes to the host.
         zero: what is sharded over dp x sp, 0 to 3; by default as the layout says.
         compression: of gradients, as `data_parallel` takes it.
         seed: of the model's dropouts, alike on all ranks. Masks are functions of it, the step, and
@@ -131,6 +109,7 @@ class ParallelModel:
         recompute: str = "none",
         recompute_every: int = 1,
         recompute_modules: "Sequence[str] | None" = None,
+        offload: HostOffload | None = None,
         zero: int | None = None,
         compression: "Compression | str | None" = None,
         seed: int = 0,
@@ -139,12 +118,6 @@ class ParallelModel:
         check_schedule(schedule)
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise InvalidArgument(f"microbatches is {microbatches!r}; expected 1 or more")
-        on_meta = [name for name, p in module.named_parameters() if p.is_meta]
-        if on_meta:
-            raise InvalidArgument(
-                f"{on_meta[0]} and {len(on_meta) - 1} more parameters are on meta: build the model "
-                "with values, from one seed on all ranks or from a checkpoint"
-            )
         self.mesh, self.microbatches = mesh, microbatches
         self._world = mesh.group("tp", "sp", "pp", "dp")
         self._positions = "position_ids" in inspect.signature(module.forward).parameters
@@ -159,6 +132,8 @@ class ParallelModel:
         self.streams = RandomStreams(seed, mesh, device=mesh.device_type)
         self.run_state = RunState(self.scaler)
         self._state = WholeState(module)
+        self._offload = offload
+        on_meta = compute_buffers(module)
         if mesh.size("sp") > 1:
             cut_attention(module, mesh.group("sp"), strategy)
         contexts: list[Any] = [self.streams.recompute]
@@ -178,8 +153,9 @@ class ParallelModel:
             modules=recompute_modules,
             contexts=contexts,
         )
-        self._head = _sharded_head(module)
+        self._head = sharded_head(module)
         self._cut(module, schedule, counts, layout)
+        self._waiting = Waiting(self.stages.values(), mesh.device_type) if on_meta else None
         criterion = loss or CrossEntropy(self._head)
         self._passes = self._wrapped(criterion, schedule, zero, compression)
 
@@ -266,7 +242,8 @@ class ParallelModel:
         total = batch.total / self.mesh.size("dp", "sp")
         scale = 1.0 if self.scaler is None else self.scaler.scale_factor
         self.train()
-        loss = self._passes.step(batch.tokens, batch.labels, batch.keywords, total, scale)
+        with self._offload or nullcontext():
+            loss = self._passes.step(batch.tokens, batch.labels, batch.keywords, total, scale)
         self.run_state.steps += 1
         self._ties.sum(self.stages)
         return self._mean(loss)
@@ -289,28 +266,16 @@ class ParallelModel:
         if found is not None:
             with torch.no_grad():
                 if self._head is not None:
-                    found = _whole_classes(self._head, found)
+                    found = whole_classes(self._head, found)
                 if self.mesh.size("sp") > 1:
                     found = unshard(found, self.mesh.group("sp"))
-        return self._from_last_stage(found)
-
-    def _from_last_stage(self, found: Tensor | None) -> Tensor:
-        group = self.mesh.group("pp")
-        if group.size() == 1:
-            assert found is not None
-            return found
-        sizes = torch.zeros(4, dtype=torch.int64, device=self.mesh.device_type)
-        if found is not None:
-            sizes = sizes.new_tensor([*found.shape, _DTYPES.index(found.dtype)])
-        dist.broadcast(sizes, group=group, group_src=self._last)
-        *shape, dtype = sizes.tolist()
-        if found is None:
-            found = torch.empty(shape, dtype=_DTYPES[dtype], device=self.mesh.device_type)
-        found = found.contiguous()
-        dist.broadcast(found, group=group, group_src=self._last)
-        return found
+        return from_rank(found, self._last, self.mesh.group("pp"), self.mesh.device_type)
 
     def _batch(self, op: str, tokens: Tensor, labels: Tensor, microbatches: int) -> Batch:
+        if self._waiting is not None:
+            parameters, device = self.named_parameters(), self.mesh.device_type
+            self._waiting.refuse_unloaded(parameters, self._world, device)
+            self._waiting = None
         return agree_on_batch(
             op,
             self.mesh,
@@ -431,16 +396,3 @@ class ParallelModel:
                     reshard: Any = getattr(inner, "reshard", None)
                     if reshard is not None:  # a forward alone leaves them gathered
                         reshard()
-
-
-def _sharded_head(module: Any) -> ColumnParallelLinear | None:
-    """The output layer, where ranks have the logits of a part of the classes each."""
-    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    return head if isinstance(head, ColumnParallelLinear) and not head.gather_output else None
-
-
-def _whole_classes(head: ColumnParallelLinear, logits: Tensor) -> Tensor:
-    """All classes, of logits of this rank's."""
-    sizes = [head.partition.local_size(rank) for rank in range(head.place.size)]
-    every = ops.gather(logits, head.place.name, -1, sizes)
-    return assemble(every, every.dim() - 1, head.partition)[0]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pyparallel.training import (
+    HostOffload,
     ParallelConfig,
     ParallelModel,
     RandomStreams,
@@ -80,6 +81,65 @@ def names_of_layers(rank: Rank) -> list[str]:
     mesh = build_mesh(ParallelConfig(pp=4))
     model = ParallelModel(llama(num_hidden_layers=30, hidden_size=8), mesh, microbatches=2)
     return [name for name, _ in model.named_parameters()]
+
+
+def on_meta(rank: Rank) -> None:
+    """Built without memory: this rank's part is allocated, ties stay, and a step before it is
+    loaded is refused; then it is the model that was built with values."""
+    dist.init_process_group(
+        "pyparallel", store=rank.store(), rank=rank.rank, world_size=rank.world_size
+    )
+    for layout, tied in (
+        ({"tp": 2}, True),
+        ({"pp": 2}, True),
+        ({"dp": 2}, True),
+        ({"dp": 2, "zero": 3}, False),
+    ):
+        mesh = build_mesh(ParallelConfig(**layout))
+        single = llama(tie_word_embeddings=tied)
+        with torch.device("meta"):
+            module = llama(tie_word_embeddings=tied)
+        model = ParallelModel(module, mesh, microbatches=2)
+        allocated = sum(
+            p.to_local().numel() if mesh.config.zero else p.numel() for p in model.parameters()
+        )
+        wanted = sum(p.numel() for p in single.parameters())
+        assert allocated < wanted or layout == {"dp": 2}
+        samples = 4 * mesh.size("dp")
+        tokens, labels = batch(samples, 6)
+        mine = slice(4 * mesh.coordinates.dp, 4 * (mesh.coordinates.dp + 1))
+        with pytest.raises(ValueError, match=r"no values yet .*: load_state_dict, "):
+            model.forward_backward(tokens[mine], labels[mine])
+        model.load_state_dict(single.state_dict())
+        found = model.forward_backward(tokens[mine], labels[mine])
+        assert abs(found - float(mean_loss(single, tokens, labels))) < LIMIT, layout
+        if tied and mesh.size("pp") == 1:
+            assert module.lm_head.weight is module.model.embed_tokens.weight, layout
+
+
+class Away(HostOffload):
+    """Its hooks, with the CPU in the device's part."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda", least_bytes=1)
+        self._kind = "cpu"
+
+
+def on_the_host(rank: Rank) -> None:
+    """What a forward keeps goes and comes back, in whole and in split backwards: the same bits."""
+    dist.init_process_group(
+        "pyparallel", store=rank.store(), rank=rank.rank, world_size=rank.world_size
+    )
+    mesh = build_mesh(ParallelConfig(pp=2))
+    data = batch(4, 6)
+    for options in ({"recompute": "full"}, {"schedule": "zb-h1"}):
+        found = []
+        for offload in (None, Away()):
+            model = ParallelModel(llama(), mesh, microbatches=2, offload=offload, **options)
+            loss = model.forward_backward(*data)
+            found.append([torch.tensor(loss), *(p.grad for p in model.parameters())])
+        assert offload.moved > 0
+        assert all(map(torch.equal, *found)), options
 
 
 def loss_scale(rank: Rank) -> None:
@@ -181,6 +241,8 @@ def test_two_ranks():
     run_ranks(steps, 2, TWO, timeout=400)
     run_ranks(refusals, 2)
     run_ranks(loss_scale, 2)
+    run_ranks(on_meta, 2)
+    run_ranks(on_the_host, 2)
 
 
 @pytest.mark.timeout(600)  # idle: 10 s
@@ -228,7 +290,3 @@ def test_refused_by_one():
     ):
         with pytest.raises(ValueError, match=message):
             ParallelModel(Plain(), Mesh(**sizes), **options)
-    with torch.device("meta"):
-        on_meta = Plain()
-    with pytest.raises(ValueError, match=r"table.weight and 0 more parameters are on meta"):
-        ParallelModel(on_meta, Mesh())
