@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pyparallel.attention import position_ids, shard
@@ -45,7 +44,7 @@ def agree_on_batch(
     *,
     step: int,
     positions: bool,
-    whole: dist.ProcessGroup,
+    agreement: GroupAgreement,
 ) -> Batch:
     """Cuts a batch into microbatches and rows. Collective over the mesh.
 
@@ -55,7 +54,7 @@ def agree_on_batch(
             share it.
         step: of the model, from 0.
         positions: the model takes position_ids.
-        whole: the group of all of the mesh's ranks.
+        agreement: of all of the mesh's ranks.
 
     Raises:
         ValueError: on all ranks, for what one of them finds wrong.
@@ -67,7 +66,7 @@ def agree_on_batch(
         both = torch.add(tokens, labels, alpha=3).flatten()
         seen = int(both @ _weights(len(both), both.device))
         mine = [1, tokens.shape[0], tokens.shape[1], counted(labels), seen]
-    every = GroupAgreement(whole, torch.device(mesh.device_type)).numbers(mine)
+    every = agreement.numbers(mine)
     bad = [rank for rank, row in enumerate(every) if not row[0]]
     if bad:
         others = f"rank {bad[0]} was given what does not fit (ranks {bad}); its error says what"

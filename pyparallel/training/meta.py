@@ -4,7 +4,6 @@ the first step."""
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyparallel.errors import InvalidArgument
@@ -53,15 +52,15 @@ class Waiting:
                     own[name] = made[id(tensor)][1]  # type: ignore[assignment]
 
     def refuse_unloaded(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup, device: str
+        self, parameters: Iterable[tuple[str, nn.Parameter]], agreement: GroupAgreement
     ) -> None:
-        """Collective over the group.
+        """Collective.
 
         Raises:
             ValueError: on all ranks, where some rank has a parameter without values.
         """
         found = [name for name, p in parameters if bool(local(p.detach()).isnan().any())]
-        texts = GroupAgreement(group, torch.device(device)).texts(", ".join(found[:3]))
+        texts = agreement.texts(", ".join(found[:3]))
         unloaded = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         if unloaded:
             raise InvalidArgument(

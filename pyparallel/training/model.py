@@ -14,6 +14,7 @@ are put together, and nothing more.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,12 +25,14 @@ from pyparallel.attention import unshard
 from pyparallel.errors import InvalidArgument
 from pyparallel.layers import SequenceSharding, parallelize
 from pyparallel.pipeline import Partition, partition_model
+from pyparallel.pipeline.agreement import GroupAgreement
 from pyparallel.schedule import FAMILIES, generate
 from pyparallel.training.batches import Batch, agree_on_batch
 from pyparallel.training.clipping import clip_grad_norm_, tied_copies
 from pyparallel.training.compression import Compression
 from pyparallel.training.cut_attention import cut_attention
 from pyparallel.training.data_parallelism import DataParallel, data_parallel
+from pyparallel.training.layout import AXES
 from pyparallel.training.logits import from_rank, sharded_head, whole_classes
 from pyparallel.training.mesh import ParallelMesh
 from pyparallel.training.meta import Waiting, compute_buffers
@@ -119,7 +122,6 @@ class ParallelModel:
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise InvalidArgument(f"microbatches is {microbatches!r}; expected 1 or more")
         self.mesh, self.microbatches = mesh, microbatches
-        self._world = mesh.group("tp", "sp", "pp", "dp")
         self._positions = "position_ids" in inspect.signature(module.forward).parameters
         if mesh.size("sp") > 1 and not self._positions:
             raise InvalidArgument(
@@ -271,10 +273,14 @@ class ParallelModel:
                     found = unshard(found, self.mesh.group("sp"))
         return from_rank(found, self._last, self.mesh.group("pp"), self.mesh.device_type)
 
+    @cached_property
+    def _agreement(self) -> GroupAgreement:
+        """Of all ranks."""
+        return GroupAgreement(self.mesh.group(*AXES), torch.device(self.mesh.device_type))
+
     def _batch(self, op: str, tokens: Tensor, labels: Tensor, microbatches: int) -> Batch:
         if self._waiting is not None:
-            parameters, device = self.named_parameters(), self.mesh.device_type
-            self._waiting.refuse_unloaded(parameters, self._world, device)
+            self._waiting.refuse_unloaded(self.named_parameters(), self._agreement)
             self._waiting = None
         return agree_on_batch(
             op,
@@ -284,7 +290,7 @@ class ParallelModel:
             microbatches,
             step=self.run_state.steps,
             positions=self._positions,
-            whole=self._world,
+            agreement=self._agreement,
         )
 
     def _mean(self, loss: float) -> float:
