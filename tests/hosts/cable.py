@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,6 +55,14 @@ class Keeper:
 
     def run(self, *command: str) -> None:
         _run("nsenter", "--target", str(self.pid), "--net", *command)
+
+    def end_all(self) -> None:
+        """Kills every other process of the host, whoever started it."""
+        own = _namespace_of(self.pid)
+        for process in _processes():
+            if process != self.pid and _namespace_of(process) == own:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
 
     def close(self) -> None:
         self._process.kill()
@@ -98,6 +107,11 @@ class TwoHosts:
         """From now on nothing passes between the hosts, and nobody is told."""
         self._keepers[1].run("ip", "link", "set", INTERFACE, "down")
 
+    def end(self, number: int) -> None:
+        """A host goes down: its cable first, then all that runs on it."""
+        self._keepers[number].run("ip", "link", "set", INTERFACE, "down")
+        self._keepers[number].end_all()
+
     def mend(self) -> None:
         for keeper in self._keepers:
             keeper.run("ip", "link", "set", INTERFACE, "up")
@@ -113,18 +127,26 @@ def two_hosts() -> Iterator[TwoHosts]:
         for _ in range(2):
             keeper = Keeper()
             stack.callback(keeper.close)
+            stack.callback(keeper.end_all)
             keepers.append(keeper)
         yield TwoHosts((keepers[0], keepers[1]))
 
 
 def own_namespace() -> str:
-    return str(Path("/proc/self/ns/net").readlink())
+    return _namespace_of(os.getpid())
 
 
 def namespaces() -> set[str]:
     """The network namespaces that some process is in."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            found.add(str((process / "ns" / "net").readlink()))
-    return found
+    return {_namespace_of(process) for process in _processes()} - {""}
+
+
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def _namespace_of(process: int) -> str:
+    """Empty where the process has ended."""
+    with contextlib.suppress(OSError):
+        return str(Path(f"/proc/{process}/ns/net").readlink())
+    return ""
