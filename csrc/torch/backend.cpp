@@ -52,9 +52,9 @@ void Backend::refuse(const char* name, const InvalidArgument& error) {
 Backend::Work Backend::enqueue(const Spec& spec, std::chrono::milliseconds timeout,
                                const Tensors& inputs, Outputs outputs, Call call) {
   auto queued = std::make_shared<QueuedCall>();
-  queued->work = c10::make_intrusive<QueuedWork>(
-      rank_, spec.type, profiled_title(spec.title, seat_.group), inputs, std::move(outputs),
-      communicator_->sequence());
+  queued->work =
+      c10::make_intrusive<QueuedWork>(rank_, spec.type, profiled_title(spec.title, seat_.group),
+                                      inputs, std::move(outputs), communicator_->sequence());
   // Owns the communicator: it must live as long as the worker is in the call.
   queued->call = [communicator = communicator_, timeout, call = std::move(call)] {
     call(*communicator, Deadline::after(timeout));
