@@ -8,6 +8,9 @@
 `fn` is a module-level function; its first argument is a `Rank`. Arguments and results are pickled.
 run_ranks keeps its processes for the next call (importing torch costs seconds); a run that fails or
 passes its deadline kills those it used. Whatever happens, no process outlives its caller.
+
+No rank calls fn before all have imported it: each sends "ready", then waits for "go". So what a
+test measures or limits does not begin with one rank's import, which is long where cores are busy.
 """
 
 import atexit
@@ -33,6 +36,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = 8  # idle processes kept for the next run
+LOADING = 100.0  # seconds for the ranks to start and to import the function
 GRACE = 10.0  # seconds that the others have to report once one rank has failed
 
 
@@ -125,7 +129,7 @@ class SpawnedRanks:
     def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
         self._run.workers[rank].process.send_signal(signal_number)
 
-    def next_report(self, rank: int, timeout: float = 30.0) -> Any:
+    def next_report(self, rank: int, timeout: float = 60.0) -> Any:
         """The next value that this rank gave to Rank.report."""
         return self._run.next_report(rank, timeout)
 
@@ -186,10 +190,14 @@ class _Run:
         self.keep = False
         self.outcomes: list[Outcome | None] = [None] * len(workers)
         self._reports: list[list[Any]] = [[] for _ in workers]
+        self._ready: set[int] = set()
         self._folder = tempfile.mkdtemp(prefix="ranks-")
-        self._start = time.monotonic()
-        self._deadline = self._start + timeout
         self._job = (fn, args, timeout)
+        self._begin(LOADING)
+
+    def _begin(self, seconds: float) -> None:
+        self._start = time.monotonic()
+        self._deadline = self._start + seconds
 
     def __enter__(self) -> "_Run":
         fn, args, timeout = self._job
@@ -199,6 +207,13 @@ class _Run:
                 job = pickle.dumps((fn.__module__, fn.__qualname__, rank, args))
                 with contextlib.suppress(BrokenPipeError):  # a death is found by _take
                     worker.connection.send_bytes(job)
+            while any(o is None and r not in self._ready for r, o in enumerate(self.outcomes)):
+                if not self._pump(self._deadline):
+                    self._give_up(range(len(self.workers)))
+            self._begin(timeout)
+            for rank in self._ready:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    self.workers[rank].connection.send_bytes(b"go")
         except BaseException:
             self.__exit__()
             raise
@@ -265,6 +280,9 @@ class _Run:
             code = worker.process.wait()
             outcome = Outcome(rank, exit_code=code, traceback=worker.output())
         else:
+            if kind == "ready":
+                self._ready.add(rank)
+                return
             if kind == "report":
                 self._reports[rank].append(rest[0])
                 return
@@ -349,7 +367,10 @@ def _serve(descriptor: int) -> None:
             return
         try:
             rank._report = lambda value: send("report", value)
-            value = getattr(importlib.import_module(module), name)(rank, *args)
+            function = getattr(importlib.import_module(module), name)
+            send("ready")
+            connection.recv_bytes()  # "go"
+            value = function(rank, *args)
             _leave_process_group()
             send("ok", value)
         except pytest.skip.Exception as skipped:
