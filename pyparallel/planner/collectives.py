@@ -53,6 +53,10 @@ class Group:
         """All-reduce of `whole` bytes: twice a reduce-scatter."""
         return self._ring(whole, 2)
 
+    def sent(self, whole: float) -> float:
+        """Bytes that a rank sends of `whole` ones in a gather."""
+        return (self.size - 1) / self.size * whole
+
     def _ring(self, whole: float, rounds: int) -> float:
         n = self.size
         if n == 1 or whole <= 0:
@@ -100,8 +104,9 @@ def group_of(layout: Layout, cluster: ClusterSpec, axis: str) -> Group:
              "ep": (layout.ep, tp), "pp": (layout.pp, tp * cp * dp),
              "shards": (layout.shards, tp), "replicas": (layout.replicas, tp * layout.shards),
              "secondary": (layout.secondary, tp),
-             "expert shards": (layout.shards // layout.ep, tp * layout.ep)}  # fmt: skip
-    size, stride = sizes[axis]
+             "expert shards": (layout.shards // layout.ep, tp * layout.ep),
+             "expert secondary": (layout.secondary // layout.ep, tp * layout.ep)}  # fmt: skip
+    size, stride = max(sizes[axis][0], 1), sizes[axis][1]
     local = max(1, min(size, cluster.node_size // stride)) if stride else 1
     inter = cluster.inter
     if layout.one_adapter and axis in ("dp", "data", "shards", "replicas", "secondary"):

@@ -6,12 +6,12 @@ The rank whose passes take longest decides the slope; the bubble is what the sim
 beyond that rank's own passes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pyparallel.planner.activations import local_tokens
 from pyparallel.planner.clusters import ClusterSpec
-from pyparallel.planner.collectives import group_of
+from pyparallel.planner.collectives import Group, group_of
 from pyparallel.planner.flight import made_schedule
 from pyparallel.planner.kernels import Kernels
 from pyparallel.planner.layout import Job, Layout
@@ -259,56 +259,64 @@ def data_parallel(
     """
     if layout.data == 1:
         return Traffic(0.0, 0.0, 0.0)
-    ranks = layout.shards
-    group = group_of(layout, cluster, "shards")
-    gradient = local.dense * job.bytes.reduced
-    weight = local.dense * job.bytes.weight
-    parts: list[tuple[float, float]] = []  # seconds, seconds of compute to hide behind
-    sent = 0.0
-    if layout.zero >= 3:
-        again = group_of(layout, cluster, "secondary") if layout.secondary else group
-        parts.append((m * group.gather(weight), m * forward))
-        parts.append((m * again.gather(weight), m * backward))
-        parts.append((m * group.gather(gradient), m * backward))
-        sent = m * (ranks - 1) / ranks * (weight + gradient)
-        sent += m * (again.size - 1) / again.size * weight
-    elif layout.zero == 2:
-        parts += [(m * group.gather(gradient), m * backward), (group.gather(weight), forward)]
-        sent = (ranks - 1) / ranks * (m * gradient + weight)
-    elif layout.zero == 1:
-        parts += [(group.gather(gradient), backward), (group.gather(weight), forward)]
-        sent = (ranks - 1) / ranks * (gradient + weight)
-    else:
-        parts.append((group.reduce(gradient), backward))
-        sent = 2 * (ranks - 1) / ranks * gradient
-    parts += _expert_gradients(job, cluster, layout, local, backward)
-    shared = [(*part, group.sm_share) for part in parts]
-    if layout.replicas > 1:
-        copies, r = group_of(layout, cluster, "replicas"), layout.replicas
-        part = gradient / ranks + local.experts * job.bytes.reduced * layout.ep / ranks
-        shared.append((copies.reduce(part), backward, copies.sm_share))
-        sent += 2 * (r - 1) / r * gradient / ranks
+    parts: list[_Part] = []
+    kinds = (local.dense, "", layout.shards), (local.experts, "expert ", layout.shards // layout.ep)
+    for numbers, kind, shards in kinds:
+        if not numbers:
+            continue
+        group = group_of(layout, cluster, f"{kind}shards")
+        again = group_of(layout, cluster, f"{kind}secondary") if layout.secondary else group
+        parts += _of_shards(job, layout, numbers, group, again, forward, backward, m)
+        if layout.replicas > 1:
+            copies = group_of(layout, cluster, "replicas")
+            own = numbers * job.bytes.reduced / max(shards, 1)
+            parts.append(_Part(copies.reduce(own), backward, 2 * copies.sent(own), copies.sm_share))
+    sent = sum(part.sent for part in parts)
     if not layout.overlap_dp:
-        return Traffic(sum(seconds for seconds, *_ in shared), 0.0, sent)
+        return Traffic(sum(part.seconds for part in parts), 0.0, sent)
     exposed = hidden = 0.0
-    for seconds, compute, sm_share in shared:
-        behind = min(seconds * 7 / 8, compute)
+    for part in parts:
+        behind = min(part.seconds * 7 / 8, part.compute)
         hidden += behind
-        exposed += seconds - behind + sm_share * behind
+        exposed += part.seconds - behind + part.sm_share * behind
     return Traffic(exposed, hidden, sent)
 
 
-def _expert_gradients(
-    job: Job, cluster: ClusterSpec, layout: Layout, local: Local, backward: float
-) -> list[tuple[float, float]]:
-    """Experts' gradients are reduced between the shards / ep ranks that hold the same ones."""
-    if not local.experts or layout.shards // layout.ep <= 1:
-        return []
-    group, size = group_of(layout, cluster, "expert shards"), local.experts
-    return [
-        (group.gather(size * job.bytes.reduced), backward),
-        (group.gather(size * job.bytes.weight), backward),
-    ]
+class _Part(NamedTuple):
+    """One collective, or as many as there are microbatches: its seconds, those of compute that it
+    may hide behind, the bytes a device sends, and the share of a device that it takes."""
+
+    seconds: float
+    compute: float
+    sent: float
+    sm_share: float
+
+
+def _of_shards(
+    job: Job,
+    layout: Layout,
+    numbers: float,
+    group: Group,
+    again: Group,
+    forward: float,
+    backward: float,
+    m: int,
+) -> Iterator[_Part]:
+    """What the ranks that share a shard's parameters send each other; `again`: those from whom a
+    backward gathers the weights."""
+    gradient, weight = numbers * job.bytes.reduced, numbers * job.bytes.weight
+
+    def gathers(among: Group, size: float, times: int, compute: float) -> _Part:
+        one = among.gather(size), compute, among.sent(size)
+        return _Part(*(times * value for value in one), among.sm_share)
+
+    if layout.zero == 0:
+        yield _Part(group.reduce(gradient), backward, 2 * group.sent(gradient), group.sm_share)
+        return
+    yield gathers(group, gradient, m if layout.zero >= 2 else 1, backward)
+    yield gathers(group, weight, m if layout.zero >= 3 else 1, forward)
+    if layout.zero >= 3:
+        yield gathers(again, weight, m, backward)
 
 
 def optimizer_seconds(

@@ -7,9 +7,10 @@ import pytest
 from pyparallel.plan import main
 from pyparallel.planner import CLUSTERS, Job, Layout, PlanError, evaluate, preset
 from pyparallel.planner.collectives import group_of
-from pyparallel.planner.cost import data_parallel
+from pyparallel.planner.cost import Traffic, data_parallel, optimizer_seconds
 from pyparallel.planner.emitters import emit
 from pyparallel.planner.importers import import_configuration
+from pyparallel.planner.kernels import Kernels
 from pyparallel.planner.quick import Estimator
 from pyparallel.planner.search import Space, search
 from pyparallel.planner.stages import Local, local_parameters, stages_of
@@ -56,6 +57,39 @@ def test_gradients_take_two_hops_over_their_own_links(zero):
     assert traffic.exposed == pytest.approx(seconds + far.reduce(4 * count / 8))
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_experts_travel_between_those_that_hold_the_same_ones(zero):
+    """64 ranks, ep 4, two replicas: 8 ranks, four apart, share an expert's shards, as often as
+    dense ones are; its gradients' shards then go between the two replicas."""
+    replicas = 2 if zero else 1
+    layout = Layout(dp=64, ep=4, zero=zero, replicas=replicas, overlap_dp=False)
+    count, m = 1e9, 4
+    traffic = data_parallel(MOE, H100, layout, 1.0, 2.0, Local(0.0, count), m)
+    same, far = (group_of(layout, H100, axis) for axis in ("expert shards", "replicas"))
+    assert (same.size, same.stride, far.stride) == (16 // replicas, 4, 64 // replicas)
+    times = {0: (2, 0), 1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero]
+    seconds = times[0] * same.gather(4 * count) + times[1] * same.gather(2 * count)
+    if zero:
+        seconds += far.reduce(4 * count / 8)
+    assert traffic.exposed == pytest.approx(seconds, rel=1e-3)
+    sent = (1 - 1 / same.size) * count * (4 * times[0] + 2 * times[1])
+    assert traffic.volume == pytest.approx(sent + (4 * count / 8 if zero else 0.0))
+    one = Traffic(0.0, 0.0, 0.0)
+    alone = layout.with_(ep=64 // replicas)
+    assert (data_parallel(MOE, H100, alone, 1.0, 2.0, Local(0.0, count), m) == one) == (not zero)
+
+
+def test_the_optimizer_updates_a_shard_of_a_replica():
+    kernels = Kernels(H100.gpu, JOB.bytes, 64)
+    local = Local(1e9, 1e9)
+    seconds = [
+        optimizer_seconds(MOE, H100, Layout(dp=dp, ep=4, replicas=r), kernels, local)
+        for dp, r in ((64, 8), (8, 1), (64, 1))
+    ]
+    assert seconds[0] == pytest.approx(seconds[1])
+    assert seconds[0] > seconds[2]
+
+
 def test_a_second_copy_of_the_weights_is_held_and_gathered_in_its_group():
     """ZeRO++ (arXiv:2306.10209, section 3.2): 2 bytes more over 8; the backward gathers in a node,
     once a microbatch; what crosses nodes is one gather and the gradients."""
@@ -73,6 +107,8 @@ def test_a_second_copy_of_the_weights_is_held_and_gathered_in_its_group():
     assert traffic.volume == pytest.approx(m * count * (63 / 64 * (2 + 4) + 7 / 8 * 2))
     experts = Layout(dp=64, ep=4, zero=3, secondary=8, recompute="full")
     one, held = (evaluate(MOE, H100, experts.with_(secondary=s)).memory.fullest for s in (0, 8))
+    group = group_of(experts, H100, "expert secondary")
+    assert (group.size, group.stride) == (2, 4)
     (local,) = local_parameters(MOE.model, experts, stages_of(MOE.model, experts))
     assert held.weights - one.weights == pytest.approx(2 * local.dense / 8 + 2 * local.experts / 2)
 
