@@ -307,8 +307,8 @@ def _of_shards(
     gradient, weight = numbers * job.bytes.reduced, numbers * job.bytes.weight
 
     def gathers(among: Group, size: float, times: int, compute: float) -> _Part:
-        one = among.gather(size), compute, among.sent(size)
-        return _Part(*(times * value for value in one), among.sm_share)
+        seconds, sent = times * among.gather(size), times * among.sent(size)
+        return _Part(seconds, times * compute, sent, among.sm_share)
 
     if layout.zero == 0:
         yield _Part(group.reduce(gradient), backward, 2 * group.sent(gradient), group.sm_share)
