@@ -182,6 +182,13 @@ class Training:
         self.done = {"seconds": 0.0}  # of training, over all starts
         self.last_step = 0.0  # seconds
 
+    def __str__(self) -> str:
+        s, layout = self.settings, self.mesh.config
+        return (
+            f"{s.layers} layers of {s.hidden} on {layout.world_size} ranks ({layout.label} "
+            f"zero={s.zero}), {s.batch} samples of {s.rows} bytes a step"
+        )
+
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         s = self.settings
         decayed = [p for p in parameters if p.dim() > 1]
@@ -272,7 +279,7 @@ class Training:
         with Checkpointer(self.folder / "checkpoints", self.mesh, keep=s.keep) as checkpoints:
             step = checkpoints.load(model=self.model, optimizer=self.optimizer, **state) or 0
             if self.speaks:
-                print(f"{self.utilization}\n{self.mesh.config}, from step {step}", flush=True)
+                print(f"{self}, from step {step}\n{self.utilization}", flush=True)
             recent: deque[float] = deque(maxlen=20)
             values: dict[str, Any] = {}
             first = step
@@ -333,6 +340,7 @@ class Training:
 
 def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # traces come and go without a line of torch's
     Training(read_settings()).run()
     dist.destroy_process_group()
 

@@ -14,6 +14,7 @@ dp sp / (all tokens).
 """
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -309,11 +310,11 @@ def _replicated(module: nn.Module, mesh: ParallelMesh) -> DistributedDataParalle
     """Buffers are broadcast in each step's first forward only where training may change them: those
     of a state dict (running statistics), not constants such as rotary frequencies."""
     persistent = module.state_dict(keep_vars=True).keys() & {n for n, _ in module.named_buffers()}
+    known = inspect.signature(DistributedDataParallel).parameters
+    option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: Any = {option: bool(persistent)}  # torch 2.13 has renamed it
     return DistributedDataParallel(
-        module,
-        process_group=mesh.data_group,
-        broadcast_buffers=bool(persistent),
-        gradient_as_bucket_view=True,
+        module, process_group=mesh.data_group, gradient_as_bucket_view=True, **options
     )
 
 
