@@ -83,6 +83,7 @@ def read(options: argparse.Namespace) -> Imported:
             precision=options.precision or job.precision,
             attention=options.attention or job.attention,
             dropout=options.dropout or job.dropout,
+            loss=options.loss or job.loss,
         )
     return replace(found, job=job, layout=found.layout.with_(**chosen))
 

@@ -11,7 +11,7 @@ from pyparallel.help_text import Paragraphs
 from pyparallel.planner import PRECISIONS, Job, Layout, PlanError, cluster_named
 from pyparallel.planner.clusters import ClusterSpec
 from pyparallel.planner.hugging_face import model_from
-from pyparallel.planner.layout import CP_KINDS, OFFLOADS, RECOMPUTES
+from pyparallel.planner.layout import CP_KINDS, LOSSES, OFFLOADS, RECOMPUTES
 from pyparallel.planner.measured import cluster_from_doctor, in_file, read_json
 from pyparallel.planner.search import OBJECTIVES
 from pyparallel.schedule import FAMILIES
@@ -112,6 +112,13 @@ def _add_what_and_where(out: argparse.ArgumentParser) -> None:
         help="flash (default) keeps no scores, unfused writes and keeps them",
     )
     job.add_argument("--dropout", action="store_true", help="dropout's masks are kept")
+    job.add_argument(
+        "--loss",
+        choices=LOSSES,
+        metavar="KIND",
+        help="fused (default; Megatron's, compiled ones) or plain (PyTorch's operations one by "
+        "one: 14 bytes a logit, not 6)",
+    )
     where = out.add_argument_group("where")
     where.add_argument("--gpus", type=int, metavar="N", help="how many devices there are")
     where.add_argument(
@@ -160,8 +167,8 @@ def _add_chosen(out: argparse.ArgumentParser) -> None:
         "--recompute",
         choices=RECOMPUTES,
         metavar="WHAT",
-        help="what the backward computes again: none, selective (attention's core), or full (every "
-        "layer)",
+        help="what the backward computes again: none, selective (attention's core), op (every "
+        "second matrix product and all between), or full (every layer)",
     )
     given.add_argument(
         "--offload",
@@ -218,6 +225,7 @@ def job_of(options: argparse.Namespace) -> Job:
         precision=options.precision or "bf16",
         attention=options.attention or "flash",
         dropout=options.dropout,
+        loss=options.loss or "fused",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from bench.planner.afterwards import nemo
 from bench.planner.quantities import KORTHIKANTI, bridge_model, ptdp_model, simumax_case
@@ -70,7 +71,7 @@ def korthikanti() -> Group:
                  MEAN)  # fmt: skip
 
 
-_METHODS = {
+_METHODS: dict[str, dict[str, Any]] = {
     "baseline": {"sequence_parallel": False},
     "sequence_parallel": {},
     "full_recompute": {"sequence_parallel": False, "recompute": "full"},

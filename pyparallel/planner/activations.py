@@ -5,7 +5,7 @@ Counted tensor by tensor. For the GPT of arXiv:2205.05198 the sum is its equatio
 """
 
 from pyparallel.planner.layout import Job, Layout
-from pyparallel.planner.models import linears
+from pyparallel.planner.models import kept_by_op, linears
 from pyparallel.planner.stages import local_linear
 
 __all__ = [
@@ -39,6 +39,8 @@ def _whole(job: Job, layout: Layout) -> float:
 
 def kept_bytes(job: Job, layout: Layout, layer: int) -> float:
     """The same without regard to full recompute: what a recomputed layer has for a while."""
+    if layout.recompute == "op":
+        return _kept_by_op(job, layout, layer)
     model, e, g = job.model, job.bytes.activation, job.bytes.gemm_input
     h = model.hidden
     # Two norms' inputs, and what the norms give to the first GEMM of attention and MLP.
@@ -64,6 +66,21 @@ def kept_bytes(job: Job, layout: Layout, layer: int) -> float:
     if job.dropout:
         per_whole += h
     return per_whole * _whole(job, layout) + inner * local_tokens(job, layout)
+
+
+def _kept_by_op(job: Job, layout: Layout, layer: int) -> float:
+    """Bytes of the layer's input, of attention's output, of every second product; of tensor
+    parallelism also of the two sums."""
+    model, e = job.model, job.bytes.activation
+    sums = 2 if layout.tp > 1 else 0
+    width = model.head_dim if model.latent is None else model.latent.value
+    inner = e * model.heads * width / layout.tp + _attention_core(job, layout)
+    for linear in linears(model, layer):
+        rows = linear.rows / (layout.tp if linear.shard == "whole" else 1)
+        outputs = local_linear(linear, model, layout).outputs
+        inner += e * kept_by_op(model, linear) * outputs * rows
+    whole = e * (1 + sums) * model.hidden * _whole(job, layout)
+    return whole + inner * local_tokens(job, layout)
 
 
 def _attention_core(job: Job, layout: Layout) -> float:
@@ -93,10 +110,11 @@ def _mlp(job: Job, layout: Layout, layer: int) -> float:
 
 def logits_bytes(job: Job, layout: Layout) -> float:
     """Bytes of one microbatch's logits on a device of the last stage: 16-bit, and the float32 ones
-    that the loss keeps."""
+    that the loss keeps; a plain one has three of these at its peak."""
     model = job.model
     vocabulary = model.padded_vocab(layout.tp) / layout.tp
-    return (4 + job.bytes.activation) * vocabulary * local_tokens(job, layout)
+    copies = 1 if job.loss == "fused" else 3
+    return (4 * copies + job.bytes.activation) * vocabulary * local_tokens(job, layout)
 
 
 def weight_gradients(job: Job, layout: Layout, layer: int) -> float:
@@ -119,5 +137,7 @@ def layer_transient(job: Job, layout: Layout, layer: int) -> float:
         width = model.experts.active * model.experts.ffn + model.experts.shared_ffn
     tokens = local_tokens(job, layout)
     gradients = job.bytes.activation * wide * width / layout.tp * tokens
-    again = kept_bytes(job, layout, layer) if layout.recompute == "full" else 0.0
+    again = 0.0
+    if layout.recompute in ("op", "full"):
+        again = kept_bytes(job, layout.with_(recompute="none"), layer)
     return gradients + again

@@ -75,7 +75,8 @@ def formulas(plan: Plan) -> Iterator[str]:
         f"{layout.schedule}, x {per_pass / GIB:.3f} GiB a pass ({_form(job, layout)})"
     )
     yield (
-        "  logits: (4 + 2) bytes x s b / c x V / t, on the last rank; transient: a layer's MLP "
+        f"  logits: ({4 if job.loss == 'fused' else 12} + {job.bytes.activation:g}) bytes x "
+        "s b / c x V / t, on the last rank; transient: a layer's MLP "
         "gradients, and one bf16 gradient of each matrix's shape"
     )
     yield (

@@ -4,10 +4,10 @@ The same step can be reported a factor of two apart; `CONVENTIONS` says what eac
 reports in it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pyparallel.planner.layout import Job, Layout
-from pyparallel.planner.models import ModelSpec, linears
+from pyparallel.planner.models import Linear, ModelSpec, kept_by_op, linears
 
 __all__ = ["CONVENTIONS", "attention_flops", "flops_per_token", "matrix_flops", "step_flops"]
 
@@ -23,14 +23,15 @@ CONVENTIONS: Mapping[str, str] = {
 }
 
 
-def matrix_flops(model: ModelSpec) -> float:
-    """Forward FLOPs per token of all matrices and the output layer; no attention core."""
+def matrix_flops(model: ModelSpec, share: Callable[[Linear], float] = lambda _: 1.0) -> float:
+    """Forward FLOPs per token of all matrices, of each a share, and the output layer; no attention
+    core."""
     dense = model.layers - model.moe_layers
     per_token = 0.0
     for layer, count in ((0, dense), (model.layers - 1, model.moe_layers)):
         if count:
             per_token += count * sum(
-                2.0 * w.inputs * w.outputs * w.rows for w in linears(model, layer)
+                2.0 * w.inputs * w.outputs * w.rows * share(w) for w in linears(model, layer)
             )
     return per_token + 2.0 * model.hidden * model.padded_vocab()
 
@@ -61,6 +62,9 @@ def flops_per_token(model: ModelSpec, seq: int, convention: str, recompute: str 
         again = 0.0
         if recompute == "selective":
             again = 3.0 * core  # as the paper has it, s/(3h); the recomputed forward alone is core
+        elif recompute == "op":
+            again = matrix_flops(model, lambda w: 1 - kept_by_op(model, w))
+            again -= 2.0 * model.hidden * model.padded_vocab()
         elif recompute == "full":
             # The output layer is outside of the recomputed layers.
             again = matrices - 2.0 * model.hidden * model.padded_vocab() + core

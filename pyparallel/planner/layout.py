@@ -7,10 +7,20 @@ from typing import Any
 from pyparallel.planner.errors import PlanError, named, shown
 from pyparallel.planner.models import MOST_OTHERS, ModelSpec
 
-__all__ = ["CP_KINDS", "OFFLOADS", "PRECISIONS", "RECOMPUTES", "Job", "Layout", "Precision"]
+__all__ = [
+    "CP_KINDS",
+    "LOSSES",
+    "OFFLOADS",
+    "PRECISIONS",
+    "RECOMPUTES",
+    "Job",
+    "Layout",
+    "Precision",
+]
 
-RECOMPUTES = ("none", "selective", "full")
+RECOMPUTES = ("none", "selective", "op", "full")
 OFFLOADS = ("none", "optimizer", "all")
+LOSSES = ("fused", "plain")
 CP_KINDS = ("ring", "ulysses", "all-gather")
 
 
@@ -66,6 +76,9 @@ class Job:
         attention: "flash" (no score is kept), or "unfused" (scores are written and kept, as the
             Megatron of 2021 and 2022 did).
         dropout: masks of one byte are kept (GPT of that time); False for models without.
+        loss: "fused" (Megatron's and compiled ones: logits in 16 bits, and once in float32), or
+            "plain" (PyTorch's operations one by one: a float32 copy, its log-softmax and the
+            gradient of that beside the logits).
     """
 
     model: ModelSpec
@@ -74,6 +87,7 @@ class Job:
     precision: str = "bf16"
     attention: str = "flash"
     dropout: bool = False
+    loss: str = "fused"
 
     def __post_init__(self) -> None:
         misfits = []
@@ -87,6 +101,8 @@ class Job:
             misfits.append(f"precision={self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if self.attention not in ("flash", "unfused"):
             misfits.append(f"attention={self.attention!r} is not one of flash, unfused")
+        if self.loss not in LOSSES:
+            misfits.append(f"loss={self.loss!r} is not one of {', '.join(LOSSES)}")
         if misfits:
             raise PlanError("job: " + "; ".join(misfits))
 
@@ -125,7 +141,8 @@ class Layout:
             to its backward, which gathers them there (ZeRO++'s hpZ); 0: nobody.
         schedule, chunks: a key of pyparallel.schedule.FAMILIES, and stages per rank.
         group_size: microbatches of a round of interleaved-1f1b; 0: pp.
-        recompute: "none", "selective" (the attention core) or "full" (whole layers).
+        recompute: "none", "selective" (the attention core), "op" (every second matrix product and
+            all between them; what torchtitan calls so) or "full" (whole layers).
         recompute_layers: with "full", layers of a stage that are recomputed; None: all.
         offload: "none", "optimizer" or "all" states on the host.
         cp_kind: how attention sees other ranks' tokens.

@@ -269,6 +269,15 @@ _CHOICES = {
 }
 
 
+def kept_by_op(model: ModelSpec, linear: Linear) -> float:
+    """Of a matrix's outputs, what recompute "op" keeps: of query, key, value, projection, gate, up
+    and down every second product is computed again; of experts and low ranks half is taken."""
+    a, k = model.heads, model.kv_heads
+    gated = model.gated
+    return {"qkv": (a + k) / (a + 2 * k), "projection": 0.0, "up": 0.5 if gated else 1.0,
+            "down": 1.0 if gated else 0.0}.get(linear.name, 0.5)  # fmt: skip
+
+
 def linears(model: ModelSpec, layer: int) -> tuple[Linear, ...]:
     """The matrices of layer number `layer`, from 0, in the order of the forward."""
     every, qkv = model.biases == "all", model.biases in ("all", "qkv")

@@ -11,7 +11,7 @@ from pyparallel.planner.clusters import ClusterSpec
 from pyparallel.planner.collectives import Group, group_of
 from pyparallel.planner.kernels import Kernels
 from pyparallel.planner.layout import Job, Layout
-from pyparallel.planner.models import Linear, linears
+from pyparallel.planner.models import Linear, kept_by_op, linears
 from pyparallel.planner.stages import local_linear
 
 __all__ = ["Pass", "Passes"]
@@ -92,6 +92,12 @@ class Passes:
             self._experts(three)
         if self.layout.recompute == "full":
             three.inputs.add(three.forward)
+        elif self.layout.recompute == "op":
+            self._elementwise(again := Three(), number)
+            three.inputs.add(again.forward)
+            for linear in linears(self.job.model, number):
+                self._linear(again := Three(), linear)
+                three.inputs.add(again.forward, 1 - kept_by_op(self.job.model, linear))
         elif self.layout.recompute == "selective" and self.job.attention == "unfused":
             again = Three()
             self._attention(again)
@@ -303,6 +309,9 @@ class Passes:
         # Read in 16 bits; written, read for maximum and sum in 32; the gradient over them.
         three.forward.elementwise += self.kernels.move(rows * n * (e + 4 + 4 + 4), 4)
         three.inputs.elementwise += self.kernels.move(rows * n * (4 + e), 2)
+        if self.job.loss == "plain":  # a copy in 32 bits; its gradient filled, and read once more
+            three.forward.elementwise += self.kernels.move(rows * n * 4, 1)
+            three.inputs.elementwise += self.kernels.move(rows * n * (4 + 8), 2)
         three.forward.elementwise += self.kernels.move(self.whole * k * 2 * e)
         three.inputs.elementwise += self.kernels.move(self.whole * k * 3 * e)
         if self.tp.size > 1:

@@ -4,6 +4,7 @@ The page and the figures are drawn from it; nothing is computed there.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pyparallel.planner import Job, Layout, Plan, PlanError, evaluate, pipeline_costs
@@ -121,7 +122,7 @@ def trend(plan: Plan) -> dict[str, list[dict[str, float]]]:
     once = layout.micro_batch * layout.dp
     return {
         "microbatches": _points(
-            plan, _around(m), lambda count: (_with_batch(job, count * once), layout)
+            plan, _around(m), lambda count: (replace(job, global_batch=count * once), layout)
         ),
         "devices": _points(
             plan,
@@ -131,7 +132,7 @@ def trend(plan: Plan) -> dict[str, list[dict[str, float]]]:
         "sequence": _points(
             plan,
             _around(job.seq),
-            lambda length: (_with_sequence(job, length), layout),
+            lambda length: (replace(job, seq=length), layout),
         ),
     }
 
@@ -161,11 +162,3 @@ def _points(
             }
         )
     return points
-
-
-def _with_batch(job: Job, batch: int) -> Job:
-    return Job(job.model, job.seq, batch, job.precision, job.attention, job.dropout)
-
-
-def _with_sequence(job: Job, seq: int) -> Job:
-    return Job(job.model, seq, job.global_batch, job.precision, job.attention, job.dropout)

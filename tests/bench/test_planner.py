@@ -40,6 +40,7 @@ def test_bounds_are_those_that_were_set(made, timed):
     assert bounds["Activations and states, closed forms"][1] == 0.1
     assert bounds["MFU from a published time"][1] == 0.6
     assert bounds["Measured memory, 8 x B200"] == (3.0, 8.0)
+    assert bounds["Measured memory, torchtitan"] == (5.0, 8.0)
     assert all(bounds[g.title][1] == 20.0 for g in timed)
     assert all(bounds[g.title][0] in (10.0, None) for g in timed)
 
@@ -118,7 +119,7 @@ def test_what_was_looked_at_afterwards_is_told_apart(made, timed, orders, plain)
     nemo, loose = timed[-1], afterwards.unfused()
     assert (nemo.table, len(nemo.counted)) == ("nemo_24_12_h100", len(rows("nemo_24_12_h100")))
     assert (loose.worst, loose.mean) == (None, None)
-    assert len(loose.rows) == len(rows("mpt_fsdp_a100"))
+    assert len(loose.rows) == len(rows("mpt_fsdp_a100")) + len(rows("torchtitan_a100"))
     assert -25 < loose.bias < 0
     text = "\n".join(page.page(made, timed, orders, plain))
     assert text.count(loose.title) == 1
@@ -138,7 +139,7 @@ def test_published_runs_fit_in_their_devices():
 
 def test_every_table_names_its_source():
     tables = sorted(FOLDER.glob("*.csv"))
-    assert len(tables) == 18
+    assert len(tables) == 20
     assert all(source(table.stem) for table in tables)
 
 

@@ -39,7 +39,7 @@ TORCHTITAN_KEYS = {
         "enable_async_tensor_parallel",
     },
     "activation_checkpoint": {"mode", "selective_ac_option"},
-    "compile": {"enable"},
+    "compile": {"enable", "components"},
 }
 # Of DeepSpeed 0.19.8, outside of the groups that it closes.
 DEEPSPEED_KEYS = {
@@ -88,8 +88,9 @@ def random_layout(rng: random.Random, framework: str) -> tuple[Job, Layout]:
         dp=pick([1, 2, 8]), tp=pick([1, 2, 4]), pp=pp, cp=pick([1, 1, 2]),
         ep=pick([1, 2]) if model.experts else 1, sequence_parallel=rng.random() < 0.5,
         micro_batch=pick([1, 2, 4]), zero=pick([0, 1, 2, 3]), schedule=schedule, chunks=chunks,
-        recompute=pick(["none", "selective", "full"]), offload=pick(["none", "none", "optimizer",
-        "all"]), cp_kind=pick(["ring", "ulysses", "all-gather"]),
+        recompute=pick(["none", "selective", "op", "full"]),
+        offload=pick(["none", "none", "optimizer", "all"]),
+        cp_kind=pick(["ring", "ulysses", "all-gather"]),
         layers_per_stage=None if even or stages == 1 else tuple(
             each + (stage < more) for stage in range(stages)),
         overlap_dp=rng.random() < 0.5, overlap_tp=rng.random() < 0.2,
@@ -113,6 +114,8 @@ def comparable(framework: str, layout: Layout) -> Layout:
         without["layers_per_stage"] = None
     if framework == "torchtitan" and layout.shards == 1:
         without["zero"] = 0
+    if framework == "torchtitan" and layout.recompute == "selective":
+        without["recompute"] = "none"
     if framework == "megatron" and layout.pp > 1 and layout.chunks == 1:
         without["overlap_pp"] = False
     if framework in ("deepspeed", "torchtitan"):

@@ -3,6 +3,8 @@
 Layers of proof: text in, data out; all of it runs in CI.
 """
 
+import json
+
 import pytest
 
 from pyparallel.planner import preset
@@ -17,6 +19,30 @@ from tests.planner.configurations import (
     TORCHTITAN,
     expect,
 )
+
+
+@pytest.mark.parametrize(
+    ("written", "layout", "loss"),
+    [
+        ({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+         {"recompute": "op", "recompute_layers": None}, "plain"),
+        ({"activation_checkpoint": {"mode": "selective"}, "compile": {"enable": True}},
+         {"recompute": "full", "recompute_layers": 16}, "fused"),
+        ({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "1"},
+          "compile": {"enable": True, "components": ["model"]}},
+         {"recompute": "full", "recompute_layers": None}, "plain"),
+        ({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "64"}},
+         {"recompute": "none", "recompute_layers": None}, "plain"),
+    ],
+)  # fmt: skip
+def test_torchtitan_recomputes_by_operation_or_every_nth_layer(read, written, layout, loss):
+    """And its loss is fused where it is compiled."""
+    lines = ["[model]", 'name = "llama3"', 'flavor = "8B"']
+    for table, rows in written.items():
+        lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in rows.items())]
+    found = read("\n".join(lines), ".toml", gpus=8)
+    assert {key: getattr(found.layout, key) for key in layout} == layout
+    assert found.job.loss == loss
 
 
 def test_deepspeed(read):

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from pyparallel.planner import CLUSTERS, PRECISIONS, Job, Layout, evaluate, preset
-from pyparallel.planner.activations import layer_activations
+from pyparallel.planner import CLUSTERS, PRECISIONS, Job, Layout, PlanError, evaluate, preset
+from pyparallel.planner.activations import layer_activations, logits_bytes
 from pyparallel.planner.flight import closed_form, in_flight
 from pyparallel.planner.memory import memory_report, state_bytes
 from pyparallel.planner.models import ModelSpec
 from pyparallel.planner.stages import even_layers, local_parameters, stages_of
 from pyparallel.schedule import FAMILIES, Kind, generate
 
-A100 = CLUSTERS["a100-80"]
+A100, H200 = CLUSTERS["a100-80"], CLUSTERS["h200"]
 
 
 def _gpt(recompute="none", seq=2048, batch=4):
@@ -169,3 +169,36 @@ def test_offload_moves_states_to_the_host():
     assert off.stages[0].optimizer == 0
     assert off.host_bytes == pytest.approx(on_device.stages[0].optimizer)
     assert off.peak < on_device.peak
+
+
+def test_recompute_by_operation_keeps_every_second_product():
+    """Llama 3 8B, per token: the layer's input, query, value, gate and down's outputs, attention's
+    output with its log-sum-exp; torchtitan's list of 2024, by hand."""
+    job = Job(preset("llama-3-8b"), 8192, 8)
+    by_hand = 2 * (4096 + 4096 + 1024 + 14336 + 4096 + 4096) + 4 * 32
+    assert layer_activations(job, Layout(recompute="op"), 0) == 8192 * by_hand
+    none, op, full = (
+        evaluate(job, H200, Layout(dp=8, zero=3, recompute=r)) for r in ("none", "op", "full")
+    )
+    assert none.memory.peak > op.memory.peak > full.memory.peak
+    assert none.time.step < op.time.step < full.time.step
+    # Key, projection and up are computed again: of seven products' FLOPs, 1 + 4 + 14 of 53.
+    h, f = 4096, 14336
+    again = 2.0 * 32 * (h * 1024 + h * h + h * f)
+    more = op.flops.counts["hardware"] - none.flops.counts["hardware"]
+    assert more == pytest.approx(again * job.tokens)
+
+
+def test_a_plain_loss_holds_fourteen_bytes_a_logit():
+    """PyTorch's operations one by one: logits, a float32 copy, its log-softmax, that one's
+    gradient; Megatron's, and a compiled loss, hold 2 + 4."""
+    fused = Job(preset("llama-3-8b"), 8192, 8)
+    plain = Job(preset("llama-3-8b"), 8192, 8, loss="plain")
+    for job, each in ((fused, 6), (plain, 14)):
+        assert logits_bytes(job, Layout()) == each * 8192 * 128256
+    assert (
+        evaluate(plain, H200, Layout(dp=8)).time.step
+        > evaluate(fused, H200, Layout(dp=8)).time.step
+    )
+    with pytest.raises(PlanError, match="loss='none' is not one of fused, plain"):
+        Job(preset("llama-3-8b"), 8192, 8, loss="none")

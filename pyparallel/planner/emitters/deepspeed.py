@@ -51,6 +51,11 @@ def deepspeed_json(e: Emission) -> str:
             f"deepspeed.checkpointing in the script; read it back with "
             f"--recompute {layout.recompute}"
         )
+    if job.loss == "fused":
+        e.notes.append(
+            "the loss is the script's: the plan has a fused one, PyTorch's own takes 14 bytes a "
+            "logit and not 6; read it back with --loss fused"
+        )
     if layout.ep > 1:
         e.notes.append(
             f"the file holds no experts: give MoE(ep_size={layout.ep}) in the script; read it "

@@ -49,6 +49,7 @@ def megatron_script(e: Emission) -> str:
 
 def _model(e: Emission) -> list[str]:
     m = e.model
+    e.cannot(e.job.loss != "fused", "a plain loss", "take loss fused")
     e.cannot(e.layout.secondary > 0, "a second copy of the weights", "take secondary 0")
     e.cannot(m.embedding_norm, "a norm after the embedding", "none")
     e.cannot(
@@ -129,6 +130,7 @@ def _layout(e: Emission) -> list[str]:
     if layout.pp > 1:
         flags += _pipeline(e)
     flags += _sharding(e)
+    e.cannot(layout.recompute == "op", "recompute of every second product", "none or full")
     if layout.recompute == "selective":
         flags.append("--recompute-granularity selective")
     if layout.recompute == "full":

@@ -26,7 +26,8 @@ _SCHEDULES = {
     "zb-v": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-_RECOMPUTE = {"none": "none", "selective": "selective", "full": "full"}
+# Its attention keeps no scores: of the core alone there is nothing to recompute.
+_RECOMPUTE = {"none": "none", "selective": "none", "op": "selective", "full": "full"}
 _ROTATE = {"all-gather": "allgather", "ring": "alltoall"}
 Table = dict[str, object]
 
@@ -47,12 +48,15 @@ def torchtitan_toml(e: Emission) -> str:
         "parallelism": {**_shards(e), **_axes(e), **(_pipeline(e) if pipeline else {})},
         "activation_checkpoint": {"mode": _RECOMPUTE[layout.recompute]},
     }
-    if layout.recompute == "selective":
+    if layout.recompute == "op":
         tables["activation_checkpoint"]["selective_ac_option"] = "op"
     e.cannot(layout.recompute_layers is not None, "recompute of some layers", "all, or none")
-    if layout.overlap_tp and layout.tp > 1:
+    fused, pieces = job.loss == "fused", layout.overlap_tp and layout.tp > 1
+    if pieces:
         tables["parallelism"]["enable_async_tensor_parallel"] = True
-        tables["compile"] = {"enable": True}
+    if fused or pieces:
+        parts = ["model", "loss"] if fused else ["model"]
+        tables["compile"] = {"enable": True, "components": parts}
     e.notes.append(
         f"start it on {layout.devices} devices with --job.config_file; the tokenizer and data set "
         "are yours to add"

@@ -150,6 +150,7 @@ def import_configuration(
         deepspeed.check_pipeline(reader, settings)
     complete(reader, settings, gpus)
     _shards(reader, settings)
+    _some_layers(settings)
     job, missing = _job(settings, reader)
     return Imported(
         framework,
@@ -196,6 +197,15 @@ def _framework(source: Source) -> str:
         "zero_optimization, nanotron parallelism, picotron distributed and training, FSDP "
         "fsdp_config"
     )
+
+
+def _some_layers(s: Settings) -> None:
+    """Of a stage's layers, those that are recomputed, once the model and its stages are known."""
+    if s.recompute_every == 1 or s.model is None:
+        return
+    s.recompute_layers = s.model.layers // (s.pp * s.chunks) // s.recompute_every
+    if not s.recompute_layers:
+        s.recompute, s.recompute_layers = "none", None
 
 
 def _shards(reader: Reader, s: Settings) -> None:
@@ -247,7 +257,8 @@ def _job(s: Settings, reader: Reader) -> tuple[Job | None, tuple[str, ...]]:
     if precision == "fp16-zero" and s.main_gradients:
         precision = "fp16-megatron"
     attention = "unfused" if s.unfused else "flash"
-    return Job(s.model, s.sequence, s.batch, precision, attention, s.dropout), ()
+    loss = "plain" if s.plain_loss else "fused"
+    return Job(s.model, s.sequence, s.batch, precision, attention, s.dropout, loss), ()
 
 
 def _layout(s: Settings) -> Layout:

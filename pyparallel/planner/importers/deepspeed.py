@@ -76,6 +76,10 @@ def read(reader: Reader) -> Settings:
     _zero(reader, s)
     _closed_groups(reader)
     reader.number("gradient_clipping", 1.0)
+    s.plain_loss = True
+    reader.assumptions.append(
+        "the loss is PyTorch's, in 32 bits: 14 bytes a logit (--loss fused says otherwise)"
+    )
     if not reader.has("activation_checkpointing"):
         reader.assumptions.append(
             "no recompute, no pipeline: DeepSpeed's file does not hold them, the script does "

@@ -189,6 +189,10 @@ def read_fsdp(reader: Reader) -> Settings:
         s.precision = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     if s.precision == "fp32":
         s.gradient_bytes = 4
+    s.plain_loss = True
+    reader.assumptions.append(
+        "the loss is PyTorch's, in 32 bits: 14 bytes a logit (--loss fused says otherwise)"
+    )
     s.microbatch = reader.whole("per_device_train_batch_size")
     s.accumulation = reader.whole("gradient_accumulation_steps")
     if not reader.has("fsdp_config") and not reader.has("fsdp"):

@@ -33,11 +33,13 @@ class Settings:
         zero: what is sharded: 0 nothing, 1 optimizer, 2 gradients too, 3 parameters too.
         sequence_parallel: norms and dropout on shards of the sequence.
         context: how attention crosses cp, a member of `CP_KINDS`.
-        recompute: "none", "selective" or "full".
+        recompute: "none", "selective", "op" or "full".
+        recompute_every: with "full", one layer of so many is recomputed.
         recompute_layers: with "full", layers of a stage that are recomputed; None: all.
         group_size: microbatches of a round of interleaved-1f1b; 0: pp.
         overlap_dp, overlap_tp, overlap_pp: messages of each kind beside the passes.
         dropout, unfused: whether masks, and attention's scores, are kept.
+        plain_loss: whether it is PyTorch's own, in 32 bits, operation by operation.
         precision: of the passes: "bf16", "fp16", "fp8" or "fp32".
         gradient_bytes: 2 or 4, of a gradient that is kept.
         main_gradients: the optimizer keeps gradients in fp32 beside those of 16 bits.
@@ -67,6 +69,7 @@ class Settings:
     sequence_parallel: bool = False
     context: str = "ring"
     recompute: str = "none"
+    recompute_every: int = 1
     recompute_layers: int | None = None
     group_size: int = 0
     overlap_dp: bool = True
@@ -74,6 +77,7 @@ class Settings:
     overlap_pp: bool = True
     dropout: bool = False
     unfused: bool = False
+    plain_loss: bool = False
     precision: str = "bf16"
     gradient_bytes: int = 4
     main_gradients: bool = False

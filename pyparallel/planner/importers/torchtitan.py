@@ -4,6 +4,7 @@ JobConfig, release 0.2; of release 0.3, whose configurations are Python, the fla
 from math import ceil
 from typing import Any
 
+from pyparallel.planner.errors import shown
 from pyparallel.planner.importers.reader import Reader
 from pyparallel.planner.importers.settings import Settings, nearest_divisors
 from pyparallel.planner.importers.source import Source
@@ -65,6 +66,8 @@ def read(reader: Reader) -> Settings:
             "compile.enable false",
             "set compile.enable = true, or remove it",
         )
+    parts = [str(part) for part in reader.words("compile.components")] or ["model", "loss"]
+    s.plain_loss = not compiled or "loss" not in parts
     _model(reader, s)
     _data_parallel(reader, s)
     _precision(reader, s)
@@ -73,15 +76,26 @@ def read(reader: Reader) -> Settings:
     mode = reader.word(
         "activation_checkpoint.mode", "selective", ("selective", "full", "memory_budget", "none")
     )
-    s.recompute = "none" if mode == "memory_budget" else mode or "selective"
+    s.recompute = "full" if mode == "full" else "none"
     if mode == "memory_budget":
         reader.assumptions.append("recompute by memory budget is planned as none")
     if mode == "selective":
-        option = reader.word("activation_checkpoint.selective_ac_option", "2")
-        reader.assumptions.append(
-            f"selective recompute, option {option}, is planned as attention's core in every layer"
-        )
+        _selective(reader, s)
     return s
+
+
+def _selective(reader: Reader, s: Settings) -> None:
+    """By operation, or of every n-th layer."""
+    option = reader.word("activation_checkpoint.selective_ac_option", "2") or "2"
+    if option == "op":
+        s.recompute = "op"
+        return
+    if not option.isdecimal() or int(option) < 1:
+        raise reader.source.fail(
+            reader.path("activation_checkpoint.selective_ac_option"),
+            f"{shown(option)}; allowed are op, 1, 2, ...",
+        )
+    s.recompute, s.recompute_every = "full", int(option)
 
 
 def _model(reader: Reader, s: Settings) -> None:
