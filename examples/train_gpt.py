@@ -281,9 +281,8 @@ class Training:
             if self.speaks:
                 print(f"{self}, from step {step}\n{self.utilization}", flush=True)
             recent: deque[float] = deque(maxlen=20)
-            values: dict[str, Any] = {}
-            first = step
-            while (progress := self.progress(step)) < 1.0:
+            first, progress = step, self.progress(step)
+            while progress < 1.0:
                 trace = step - first == 3 or (step > first and step % s.evaluate_every == 0)
                 begin = time.perf_counter()
                 with self.traced() if trace else nullcontext() as found:
@@ -295,15 +294,13 @@ class Training:
                     self.keep_trace(found)
                 else:
                     recent.append(took)
-                if step % s.evaluate_every == 0:
+                progress = self.progress(step)
+                if step % s.evaluate_every == 0 or progress == 1.0:
                     values["evaluation"] = self.evaluate()
                 if step % s.log_every == 0 or "evaluation" in values:
                     self.tell(step, values, recent)
-                if s.save_every and step % s.save_every == 0:
+                if s.save_every and (step % s.save_every == 0 or progress == 1.0):
                     checkpoints.save(step, model=self.model, optimizer=self.optimizer, **state)
-            if values and "evaluation" not in values:
-                values["evaluation"] = self.evaluate()
-                self.tell(step, values, recent)
         written = self.text() if s.generate else ""
         if self.speaks and written:
             print(f"\n{written}", flush=True)
