@@ -51,8 +51,8 @@ NOT_PREDICTED = (
     ("torchtitan_async_tp, ultrascale_scaling: absolute rates", "recomputation, or the model, is "
      "not printed; used for their order"),
     ("torchtitan's H100 of 2024: times, and tables 4 to 6", "devices of 500 W and 2.4 TB/s, whose "
-     "peak is not known; with tensor parallelism or a pipeline its memory is 15 to 50 % above the "
-     "plan, which counts Megatron's buffers, and ZeRO-2 where a pipeline keeps whole gradients"),
+     "peak is not known; with tensor parallelism or a pipeline the plan, which counts Megatron's "
+     "buffers, is 6 to 21 % below its memory"),
     ("models: rows without a preset", "sizes only; nothing to predict"),
     ("zero_bubble_bubble_rates", "pass times are not printed; order and size are held by "
      "tests/schedule/test_bubble_rates.py"),

@@ -157,7 +157,7 @@ def test_torchtitan(read):
     # 80 + 1 + 1 layers over 8 stages: 11 11 10 10 10 10 10 10 less one at each end.
     expect(
         found, dp=8, tp=8, pp=4, sequence_parallel=True, schedule="interleaved-1f1b", chunks=2,
-        zero=2, micro_batch=1, recompute="full", overlap_tp=True,
+        zero=1, micro_batch=1, recompute="full", overlap_tp=True,
         layers_per_stage=(10, 11, 10, 10, 10, 10, 10, 9),
     )  # fmt: skip
     assert (found.job.global_batch, found.job.seq) == (64, 8192)

@@ -95,7 +95,8 @@ def _shards(e: Emission) -> Table:
     if layout.zero == 0:
         e.cannot(layout.cp > 1, "context parallelism without shards", "take zero 3 or 2")
         return {"data_parallel_replicate_degree": layout.dp, "data_parallel_shard_degree": 1}
-    e.cannot(layout.zero == 1, "ZeRO-1", "take zero 2 or 3")
+    e.cannot(layout.zero == 1 and layout.pp == 1, "ZeRO-1 without a pipeline", "take zero 2 or 3")
+    e.cannot(layout.zero == 2 and layout.pp > 1, "ZeRO-2 with a pipeline", "take zero 1 or 3")
     e.cannot(layout.secondary > 0, "a second copy of the weights", "take secondary 0")
     e.cannot(
         layout.dp % layout.replicas != 0,

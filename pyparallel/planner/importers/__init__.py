@@ -239,9 +239,12 @@ def _shards(reader: Reader, s: Settings) -> None:
     if s.replicas == data > 1:
         s.replicas, s.zero = 1, 0  # one shard is none
     if s.stored == "fp32" and s.precision != "fp32":
-        s.gradient_bytes = 2
+        s.gradient_bytes = 4 if s.zero == 1 else 2
         reader.assumptions.append(
-            "parameters, gradients and two moments in fp32: 16 bytes each, as the plan's 2 + 2 + 12"
+            "weights gathered in 16 bits, whole gradients in fp32, 12 bytes of a shard in fp32"
+            if s.zero == 1
+            else "parameters, gradients and two moments in fp32: 16 bytes each, as the plan's "
+            "2 + 2 + 12"
         )
 
 

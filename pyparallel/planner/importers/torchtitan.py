@@ -129,7 +129,8 @@ def _data_parallel(reader: Reader, s: Settings) -> None:
         "parallelism.fsdp_reshard_after_forward", "default", ("default", "always", "never")
     )
     again = policy == "always" or (policy == "default" and s.pp == 1)
-    s.zero = 3 if again else 2
+    # A pipeline sums whole gradients of its microbatches, and reduces them after the last.
+    s.zero = 3 if again else 2 if s.pp == 1 else 1
     if shard == 0:
         raise reader.source.fail(
             reader.path("parallelism.data_parallel_shard_degree"),
