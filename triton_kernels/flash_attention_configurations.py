@@ -122,7 +122,8 @@ def _rows(
 _SMALL = _rows(False, (256, 32, 32, 32, 8, 1))
 _TABLE = {
     (80, "forward"): _rows(
-        False, (128, 128, 64, 32, 8, 2), (192, 64, 32, 16, 8, 2), (256, 64, 32, 32, 8, 2),
+        False, (16, 128, 64, 64, 8, 2), (128, 128, 64, 32, 8, 2), (192, 64, 32, 16, 8, 2),
+        (256, 64, 32, 32, 8, 2),
     ),
     (80, "dkdv"): _rows(False, (128, 64, 64, 32, 8, 2), parts=1)
     + _rows(False, (128, 32, 64, 16, 8, 2)) + _SMALL,
@@ -132,32 +133,49 @@ _TABLE = {
     (90, "forward"): _rows(
         True, (64, 128, 128, 64, 8, 3), (128, 128, 128, 64, 8, 2), (256, 128, 64, 32, 8, 2),
     ),
-    (90, "dkdv"): _rows(True, (128, 64, 128, 32, 8, 2)) + _SMALL,
+    (90, "dkdv"): _rows(True, (128, 64, 128, 32, 8, 2), (192, 32, 64, 16, 8, 2)) + _SMALL,
     (90, "dq"): _rows(True, (128, 128, 64, 32, 8, 2), (256, 64, 32, 16, 8, 2)),
-    (90, "fused backward"): _rows(True, (128, 32, 64, 32, 8, 2)) + _SMALL,
+    (90, "fused backward"): _rows(True, (128, 32, 64, 32, 8, 2), parts=1)
+    + _rows(True, (128, 32, 64, 16, 8, 2)) + _SMALL,
     (100, "forward"): _rows(
         True, (128, 128, 128, 64, 8, 2), (192, 128, 64, 32, 8, 2), (256, 64, 32, 32, 8, 2),
     ),
-    (100, "dkdv"): _rows(True, (128, 64, 128, 32, 8, 2)) + _SMALL,
+    (100, "dkdv"): _rows(True, (128, 64, 128, 32, 8, 2), (256, 64, 64, 16, 8, 1)),
     (100, "dq"): _rows(True, (128, 128, 64, 32, 8, 2), (256, 64, 32, 32, 8, 2)),
-    (100, "fused backward"): _rows(True, (128, 64, 64, 32, 8, 2)) + _SMALL,
+    (100, "fused backward"): _rows(True, (128, 64, 64, 32, 8, 2), parts=1)
+    + _rows(True, (128, 64, 64, 16, 8, 2)) + _SMALL,
 }
 # With softcap, ALiBi or dropout.
 _SCORED = {
-    "forward": _rows(True, (128, 64, 64, 32, 8, 2)) + _SMALL,
-    "dkdv": _SMALL,
+    "forward": _rows(True, (128, 64, 64, 32, 8, 2), parts=1)
+    + _rows(True, (128, 64, 32, 32, 8, 2)) + _SMALL,
+    "dkdv": _rows(False, (256, 32, 32, 32, 8, 1), parts=1)
+    + _rows(False, (96, 16, 32, 16, 8, 1)) + _SMALL,
     "dq": _rows(True, (128, 64, 32, 32, 8, 2)) + _SMALL,
-    "fused backward": _SMALL,
+    "fused backward": _rows(False, (256, 32, 32, 32, 8, 1), parts=1)
+    + _rows(False, (96, 16, 16, 16, 8, 1)) + _SMALL,
+}
+_SCORED_80 = _SCORED | {
+    "dq": _rows(False, (128, 64, 32, 32, 8, 2), parts=1)
+    + _rows(False, (128, 64, 32, 16, 8, 2)) + _SMALL,
+    "fused backward": _rows(False, (128, 32, 32, 32, 8, 1), parts=1)
+    + _rows(False, (96, 16, 16, 16, 8, 1), (256, 16, 32, 16, 8, 1)),
 }
 _FLOAT32 = {
     "forward": _rows(False, (128, 32, 32, 32, 8, 1), (256, 16, 16, 16, 4, 1)),
     "dkdv": _rows(False, (128, 16, 32, 16, 8, 1), (256, 16, 16, 16, 8, 1)),
-    "dq": _rows(False, (128, 32, 32, 32, 4, 1), (256, 16, 16, 16, 8, 1)),
-    "fused backward": _rows(False, (128, 16, 32, 16, 8, 1), (256, 16, 16, 16, 8, 1)),
+    "dq": _rows(False, (128, 32, 32, 32, 4, 1), parts=1)
+    + _rows(False, (128, 32, 32, 32, 8, 1), (256, 16, 16, 16, 8, 1)),
+    "fused backward": _rows(
+        False, (16, 32, 32, 32, 8, 1), (128, 16, 32, 16, 8, 1), (256, 16, 16, 16, 8, 1),
+    ),
 }
 # sm_80's assembler would spill there to fit one program more.
 _FLOAT32_80 = _FLOAT32 | {
-    "fused backward": _rows(False, (128, 32, 32, 32, 8, 1), (256, 16, 16, 16, 8, 1)),
+    "dkdv": _rows(False, (128, 16, 32, 16, 8, 1), parts=1)
+    + _rows(False, (256, 16, 16, 16, 8, 1)),
+    "fused backward": _rows(False, (128, 32, 32, 32, 8, 1), parts=1)
+    + _rows(False, (128, 16, 32, 16, 8, 1), (256, 16, 16, 16, 8, 1)),
 }
 # fmt: on
 
@@ -217,11 +235,12 @@ def backward_form(problem: AttentionProblem, device: torch.device) -> str:
 
 
 def form_for_chip(problem: AttentionProblem, chip: Chip) -> str:
-    """The form whose main loops need fewer cycles for the same scores, by the static table, and
-    split where they need as many. Fused has two products fewer, but its atomic adds and its smaller
-    blocks cost more, but for fp32 and for wide heads without descriptors on sm_90.
+    """Split, unless fused's main loops need clearly fewer cycles for the same scores (a twentieth;
+    the static table does not count what atomic adds wait for, and they make bits differ from run to
+    run). Fused has two products fewer, but its atomic adds and its smaller blocks cost more, but
+    for fp32 and for heads of 256 on sm_90.
     """
-    wide = problem.width > 128 and family_of(chip.arch) == 90
+    wide = problem.width > 192 and family_of(chip.arch) == 90
     return "fused" if problem.dtype == "float32" or wide else "split"
 
 
@@ -243,5 +262,5 @@ def _rows_of(problem: AttentionProblem, family: int) -> tuple[_Row, ...]:
     if problem.dtype == "float32":
         return (_FLOAT32_80 if family == 80 else _FLOAT32)[problem.op]
     if problem.scored:
-        return _SCORED[problem.op]
+        return (_SCORED_80 if family == 80 else _SCORED)[problem.op]
     return _TABLE[family, problem.op]

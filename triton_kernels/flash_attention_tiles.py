@@ -18,12 +18,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 def split_head(size: int) -> tuple[int, int]:
     """(main, tail) widths, powers of two from 16, that hold a head of `size` with least padding;
-    tail 0: one part does."""
+    tail 0: one part does. Beside 128, 64: narrower tails' backward spills on every chip."""
     whole = max(16, 1 << (size - 1).bit_length())
     main = 1 << (size.bit_length() - 1)
     if size <= 16 or main == size:
         return whole, 0
-    tail = max(16, 1 << (size - main - 1).bit_length())
+    tail = max(64 if main == 128 else 16, 1 << (size - main - 1).bit_length())
     return (main, tail) if main + tail < whole else (whole, 0)
 
 

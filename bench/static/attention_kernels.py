@@ -23,10 +23,14 @@ OPERAND = ("i64:16", "i64:16", "i64:16", 1)  # strides of [batch, seq, heads, si
 STATE = ("i64:16", "i64:16", 1)  # of [batch, heads, seq]
 
 
-def choices(dtype: str, size: int, chip: Chip) -> Iterator[tuple[str, AttentionConfig]]:
+def choices(
+    dtype: str, size: int, features: "tuple[str, ...]", chip: Chip
+) -> Iterator[tuple[str, AttentionConfig]]:
     """(op, the configuration that is picked for heads of this size)."""
+    scored = bool({"softcap", "alibi", "dropout"} & set(features))
     for op in OPS:
-        yield op, choose_for_chip(AttentionProblem(op, size, size, dtype), chip).config
+        problem = AttentionProblem(op, size, size, dtype, scored=scored)
+        yield op, choose_for_chip(problem, chip).config
 
 
 def describe(

@@ -20,8 +20,9 @@ from pyparallel.triton_kernels.gemm import TileConfig
 
 CHIP_OF = {80: CHIPS["A100"], 90: CHIPS["H100 SXM"], 100: CHIPS["B200"]}
 PULLERS = 16
-SIZES = (64, 80, 128, 256)
-FLOAT32_SIZES = {90: (64, 128)}
+SIZES = (16, 64, 80, 96, 128, 192, 256)
+FLOAT32_SIZES = (96, 128, 256)
+SCORED_SIZES = (80, 256)
 ROLES = (
     (128, ("causal",)),
     (128, ("full",)),
@@ -42,6 +43,7 @@ class Entry:
     config: "TileConfig | None" = None
     bulk: bool = False  # whether it must load by bulk copies, if no config says so
     wants: tuple[str, ...] = ()  # instructions that it must have
+    rows: int = 64  # of its products: a warpgroup has 64, fewer are multiplied warp by warp
 
     @property
     def key(self) -> str:
@@ -81,12 +83,15 @@ def shipped(arch: int) -> Iterator[Entry]:
 
 
 def attention(arch: int) -> Iterator[Entry]:
-    """The attention kernels: causal in bfloat16 for heads of one part and of two, some in fp32,
-    the forward with a state, and with warp roles where there are any."""
+    """The attention kernels, every row of their tables with heads of one part and of two: causal,
+    in fp32, with all that takes registers for each score; the forward with a state, and with warp
+    roles where there are any."""
     for size in SIZES:
         yield from _attention(arch, "bfloat16", size, ("causal",))
-    for size in FLOAT32_SIZES.get(arch, ()):
+    for size in FLOAT32_SIZES:
         yield from _attention(arch, "float32", size, ("causal",))
+    for size in SCORED_SIZES:
+        yield from _attention(arch, "bfloat16", size, attention_kernels.SCORED)
     yield from _attention(arch, "bfloat16", 128, ("causal", "state"), ("forward",))
     if arch == 90:
         for size, features in ROLES:
@@ -107,7 +112,7 @@ def _attention(
     features: tuple[str, ...],
     ops: tuple[str, ...] = attention_kernels.OPS,
 ) -> Iterator[Entry]:
-    for op, config in attention_kernels.choices(dtype, size, CHIP_OF[arch]):
+    for op, config in attention_kernels.choices(dtype, size, features, CHIP_OF[arch]):
         if op in ops:
             yield Entry(
                 arch,
@@ -115,6 +120,7 @@ def _attention(
                 attention_kernels.tile_of(op, config, dtype, size),
                 dtype,
                 bulk=config.descriptors,
+                rows=config.block_k if op in ("dkdv", "fused backward") else config.block_q,
             )
 
 

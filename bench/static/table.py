@@ -46,6 +46,8 @@ def read_entry(entry: Entry) -> tuple[Row, list[str]]:
     row = read(compiled, entry.tile)
     wrong = faults(row) + [f"{row.key}: {text}" for text in misfits(compiled.ptx)]
     wanted = entry.tile and WANTED.get((entry.arch, entry.tile.itemsize))
+    if wanted and entry.rows < 64:
+        wanted = "HMMA"
     if wanted and wanted not in row.tensor_instructions:
         wrong.append(f"{row.key}: no {wanted}, but {row.tensor_instructions or 'no tensor cores'}")
     lost = [name for name in entry.wants if not compiled.listing.count(name)]

@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_told():
     assert "sm_90" in chosen.reason
 
 
-def test_the_form_of_the_backward_is_the_faster_one_of_the_table():
+def test_the_form_of_the_backward_is_fused_where_the_table_says_it_is_clearly_faster():
     """Cycles of the busiest unit for one score: dkdv and dq against fused, in the baseline."""
     _, rows = table.load_baseline()
     cycles: dict[tuple, dict[str, float]] = {}
@@ -55,12 +55,12 @@ def test_the_form_of_the_backward_is_the_faster_one_of_the_table():
             op, dtype, size, block_q, block_k = found.groups()
             per_score = max(row.cycles.values()) / (int(block_q) * int(block_k))
             cycles.setdefault((row.arch, dtype, int(size)), {})[op] = per_score
-    assert len(cycles) >= 10
+    assert len(cycles) >= 30
     for (arch, dtype, size), one in cycles.items():
         problem = AttentionProblem("fused backward", size, size, dtype)
         split = one["dkdv"] + one["dq"]
-        faster = "split" if split <= one["fused backward"] else "fused"
-        assert form_for_chip(problem, CHIP_OF[arch]) == faster, (arch, dtype, size, one)
+        form = "fused" if one["fused backward"] < 0.95 * split else "split"
+        assert form_for_chip(problem, CHIP_OF[arch]) == form, (arch, dtype, size, one)
 
 
 def test_a_split_head_does_not_pay_for_the_next_power_of_two():
@@ -68,7 +68,7 @@ def test_a_split_head_does_not_pay_for_the_next_power_of_two():
     _, rows = table.load_baseline()
     compared = 0
     for key, row in rows.items():
-        if row.arch == 90 and " d80 " in key and "fused" not in key:
+        if row.arch == 90 and " d80 " in key and key.endswith("causal") and "fused" not in key:
             whole = rows[key.replace(" d80 ", " d128 ")]
             assert row.cycles["tensor"] <= 0.65 * whole.cycles["tensor"]
             assert max(row.cycles.values()) < 0.8 * max(whole.cycles.values())
@@ -77,9 +77,9 @@ def test_a_split_head_does_not_pay_for_the_next_power_of_two():
 
 
 def test_heads_are_split_where_that_pads_less():
-    assert [split_head(size) for size in (8, 16, 40, 59, 64, 80, 96, 112, 192, 256)] == [
+    assert [split_head(size) for size in (8, 16, 40, 59, 64, 80, 96, 112, 136, 192, 256)] == [
         (16, 0), (16, 0), (32, 16), (64, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64),
-        (256, 0),
+        (128, 64), (256, 0),
     ]  # fmt: skip
     for size in range(1, 257):
         main, tail = split_head(size)
