@@ -1,9 +1,10 @@
-// Which products take a kernel (few_rows_avx512.cpp), and which torch's linear.
+// Which products take a kernel (few_rows_avx512.cpp), which oneDNN, and which torch's linear.
 #include "torch/few_rows.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -11,6 +12,7 @@
 
 #include "shm/reduce.h"
 #include "torch/few_rows_kernels.h"
+#include "torch/many_rows.h"
 
 namespace pyparallel::dist {
 namespace {
@@ -65,13 +67,25 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight) {
     if (s.m >= 1 && s.m <= kMostRows && has_kernel(x.scalar_type())) return few_rows(x, weight, s);
   }
 #endif
-  return at::linear(x, weight);
+  return is_for_onednn(x, weight) ? onednn_product(x, weight) : at::linear(x, weight);
+}
+
+void product_into(at::Tensor out, const at::Tensor& x, const at::Tensor& weight) {
+  if (is_for_onednn(x, weight)) {
+    out.copy_(onednn_product(x, weight));
+  } else {
+    at::mm_out(out, x, weight.t());
+  }
 }
 
 void register_few_rows(pybind11::module_& m) {
   m.def("product", &product, pybind11::arg("x"), pybind11::arg("weight"),
         pybind11::call_guard<pybind11::gil_scoped_release>(),
-        "x @ weight^T without autograd: torch's linear, but for few rows a kernel of ours.");
+        "x @ weight^T without autograd: torch's linear, but for few rows a kernel of ours, and for "
+        "many in float32 oneDNN where that is faster.");
+  m.def("product_into", &product_into, pybind11::arg("out"), pybind11::arg("x"),
+        pybind11::arg("weight"), pybind11::call_guard<pybind11::gil_scoped_release>(),
+        "x @ weight^T of matrices, into `out`.");
 }
 
 }  // namespace pyparallel::dist

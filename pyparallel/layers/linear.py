@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyparallel import ops
-from pyparallel.comm.products import times_weight
+from pyparallel.comm.products import biased_product
 from pyparallel.errors import InvalidArgument
 from pyparallel.layers.module import InitMethod, ShardedModule
 from pyparallel.layers.parameters import REPLICATED, ParameterLayout, Part, assemble
 from pyparallel.layers.partition import Partition
 from pyparallel.layers.sequence import SequenceSharding, sharding_of
 from pyparallel.ops.autocast import casts, is_cast
-from pyparallel.ops.library import is_direct, rows_of
+from pyparallel.ops.library import is_direct, matmul, rows_of
 from pyparallel.ops.main_grad import MainGrad, behind
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
@@ -300,7 +300,7 @@ class _LinearOfReplicated(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = rows_of(dy)
         dx = ops.matmul_all_reduce(dy, weight.t(), ctx.group) if needs_x else None
-        dw = rows.t() @ rows_of(x) if needs_weight else None
+        dw = matmul(rows.t(), rows_of(x)) if needs_weight else None
         return dx, dw, rows.sum(0) if needs_bias else None, None
 
 
@@ -316,9 +316,9 @@ def _linear_of_replicated(
 
 
 def product(x: Tensor, weight: Tensor, bias: "Tensor | None") -> Tensor:
-    """torch's linear; few rows by the core's kernel, where only this call sees the tensors."""
-    if bias is None and is_direct(x, weight):
-        return times_weight(x, weight)
+    """torch's linear; the core's fastest way where only this call sees the tensors."""
+    if is_direct(x, weight, bias):
+        return biased_product(x, weight, bias)
     return functional.linear(x, weight, bias)
 
 

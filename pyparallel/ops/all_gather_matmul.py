@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from pyparallel.comm.products import times_weight
+from pyparallel.comm.products import biased_product
 from pyparallel.errors import InvalidArgument
 from pyparallel.ops.autocast import casts
 from pyparallel.ops.checks import (
@@ -38,7 +37,7 @@ from pyparallel.ops.device_path import KERNELS
 from pyparallel.ops.dispatch import Operation, invoke, told
 from pyparallel.ops.groups import Seat, group_name, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
-from pyparallel.ops.library import define, library_op, rows_of
+from pyparallel.ops.library import define, library_op, matmul, rows_of
 from pyparallel.ops.main_grad import MainGrad, behind, main_grads_of, without_gradient
 from pyparallel.ops.outputs import define_out
 from pyparallel.ops.scaled import is_scaled, scaled
@@ -103,10 +102,7 @@ def _run(
         engine = seat.engine_of(x)
         engine.note(note)
         gathered = engine.all_gather(x, dim, sizes)
-        results = [
-            times_weight(gathered, w) if b is None else linear(gathered, w, b)
-            for w, b in zip(weights, biases, strict=True)
-        ]
+        results = [biased_product(gathered, w, b) for w, b in zip(weights, biases, strict=True)]
         return [*results, gathered] if return_gathered else results
     inner = prod(whole[1:-1])
     x_rows = x.reshape(sizes[seat.rank] * inner, k)
@@ -213,7 +209,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         rows = rows_of(whole)
         for i, dy in enumerate(dys):
             if needs_w[i] and dy is not None:
-                dws[i] = rows_of(dy).t() @ rows
+                dws[i] = matmul(rows_of(dy).t(), rows)
     dbs: list[Tensor | None] = [None] * ctx.n_biases
     for j, i in enumerate(ctx.biased):
         dy = dys[i]

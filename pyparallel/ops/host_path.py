@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pyparallel.comm import Communicator, SymmetricMemory
+from pyparallel.comm.products import times_weight, times_weight_into
 
 __all__ = ["HostPath"]
 
@@ -49,7 +50,7 @@ class HostPath:
         partial = self._half(shape, x.dtype, note)
         y = x.new_empty(shape)
         for rows in _chunks(shape[0], chunk_rows):
-            torch.mm(x[rows], weight.t(), out=partial[rows])
+            times_weight_into(partial[rows], x[rows], weight)
             self._communicator.note(note)
             self._communicator.all_reduce(partial[rows])
             y[rows].copy_(partial[rows])
@@ -104,7 +105,7 @@ class HostPath:
         results = [x.new_empty((rows, w.shape[0])) for w in weights]
         for part in _chunks(rows, chunk_rows):
             for w, y in zip(weights, results, strict=True):
-                torch.mm(whole[part], w.t(), out=y[part])
+                times_weight_into(y[part], whole[part], w)
         return results, whole
 
     # --- the workspace
@@ -157,8 +158,11 @@ def _products(
     rows: slice,
     out: Tensor,
 ) -> None:
-    torch.mm(xs[0][rows], weights[0].t(), out=out)
+    times_weight_into(out, xs[0][rows], weights[0])
     for x, w in zip(xs[1:], weights[1:], strict=True):
-        out.addmm_(x[rows], w.t())
+        if out.dtype is torch.float32:
+            out += times_weight(x[rows], w)
+        else:  # torch adds before it rounds
+            out.addmm_(x[rows], w.t())
     if addend is not None:
         out += addend[rows]

@@ -27,7 +27,7 @@ from pyparallel.ops.device_path import KERNELS, NormOf
 from pyparallel.ops.dispatch import Operation, invoke, told
 from pyparallel.ops.groups import Seat, key_of, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
-from pyparallel.ops.library import define, rows_of
+from pyparallel.ops.library import define, matmul, rows_of
 from pyparallel.ops.main_grad import MainGrad, behind, main_grads_of, without_gradient
 from pyparallel.ops.outputs import define_out
 from pyparallel.ops.scaled import is_scaled, scaled
@@ -150,8 +150,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
     rows = rows_of(dy)
-    dx = dy @ weight if needs_x else None
-    dw = rows.t() @ rows_of(x) if needs_w else None
+    dx = matmul(dy, weight) if needs_x else None
+    dw = matmul(rows.t(), rows_of(x)) if needs_w else None
     return dx, dw, rows.sum(0) if needs_b else None, None, None
 
 

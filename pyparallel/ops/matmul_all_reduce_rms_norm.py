@@ -18,7 +18,7 @@ from pyparallel.ops.checks import Misfits, check_algorithm, check_floats, check_
 from pyparallel.ops.device_path import NormOf
 from pyparallel.ops.dispatch import Operation, invoke, told
 from pyparallel.ops.groups import key_of, seat_of
-from pyparallel.ops.library import define, rows_of
+from pyparallel.ops.library import define, matmul, rows_of
 from pyparallel.ops.main_grad import MainGrad, behind, main_grads_of, without_gradient
 from pyparallel.ops.matmul_all_reduce import known_plan, planned, summed_product
 
@@ -107,8 +107,8 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Any, ...]
     if d_sum is None:
         return (None,) * 8
     rows = rows_of(d_sum)
-    dx = d_sum @ weight if needs_x else None
-    dw = rows.t() @ rows_of(x) if needs_w else None
+    dx = matmul(d_sum, weight) if needs_x else None
+    dw = matmul(rows.t(), rows_of(x)) if needs_w else None
     return dx, dw, rows.sum(0) if needs_b else None, d_sum, d_norm, None, None, None
 
 

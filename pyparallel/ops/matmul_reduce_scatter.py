@@ -36,7 +36,7 @@ from pyparallel.ops.device_path import KERNELS
 from pyparallel.ops.dispatch import Operation, invoke, told
 from pyparallel.ops.groups import group_name, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
-from pyparallel.ops.library import define, library_op, rows_of
+from pyparallel.ops.library import define, library_op, matmul, rows_of
 from pyparallel.ops.main_grad import MainGrad, main_grads_of
 from pyparallel.ops.outputs import define_out
 from pyparallel.ops.scaled import is_scaled, scaled
@@ -211,7 +211,8 @@ def _backward(ctx: Any, dy_shard: Tensor) -> tuple[Any, ...]:
         dxs[i] = dx
     rows = rows_of(dy)
     dws = [
-        rows.t() @ rows_of(x) if needed else None for x, needed in zip(xs, needs_ws, strict=True)
+        matmul(rows.t(), rows_of(x)) if needed else None
+        for x, needed in zip(xs, needs_ws, strict=True)
     ]
     db = rows.sum(0) if needs_bias else None
     return dxs, dws, db, dy if needs_addend else None, None, None, None, None

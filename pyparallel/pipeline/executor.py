@@ -8,7 +8,6 @@ It decides nothing: every rank does what its row of the plan says, in that order
 """
 
 import struct
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +18,17 @@ from torch import Tensor, nn
 
 from pyparallel.pipeline.agreement import Agreement, GroupAgreement, Ours, PipelineError
 from pyparallel.pipeline.clock import clock_of
+from pyparallel.pipeline.compiled import check_compiled
 from pyparallel.pipeline.copies import sum_copies
 from pyparallel.pipeline.dry_run import DryRun, MisfitError
+from pyparallel.pipeline.in_place import layers_in_place
 from pyparallel.pipeline.packets import Shape, from_wire, to_wire
-from pyparallel.pipeline.plans import Plans
+from pyparallel.pipeline.plans import Plans, Ready
 from pyparallel.pipeline.requests import Request, factors_digest, prepare
 from pyparallel.pipeline.row import Job, Measured, Row
 from pyparallel.pipeline.stage import Loss, Stage
 from pyparallel.pipeline.transports import GroupTransport, LocalTransport
-from pyparallel.schedule import Kind, Schedule, Unit
+from pyparallel.schedule import Kind, Schedule
 
 __all__ = ["PipelineExecutor", "StepResult"]
 
@@ -160,7 +161,7 @@ class PipelineExecutor:
         return self._run(plan, Request(inputs, targets, weights, total, keywords, False))
 
     def _run(self, plan: Schedule, request: Request) -> StepResult:
-        job, units = self._agree(plan, request)
+        job, ready = self._agree(plan, request)
         with_loss = request.training or request.targets is not None
         for number, worker in self._workers.items():
             here = self._ranks(plan)
@@ -172,8 +173,11 @@ class PipelineExecutor:
             Row(rank, job, self._workers, self._clock, self._transport.meet, self._reduce)
             for rank in self._ranks(plan)
         ]
+        # The two halves of a backward are found in the graph that autograd itself has made.
+        in_place = self.stages.values() if request.training and not ready.halves else ()
         begin = self._clock.stamp()
-        _together([row.run(units[row.rank]) for row in rows])
+        with layers_in_place(in_place):
+            _together([row.run(ready.units[row.rank]) for row in rows])
         self._transport.finish()
         end = self._clock.stamp()
         loss = self._all_ended(job, rows)
@@ -190,7 +194,7 @@ class PipelineExecutor:
     def _ranks(self, plan: Schedule) -> Sequence[int]:
         return range(plan.ranks) if self.group is None else [self.group.rank()]
 
-    def _agree(self, plan: Schedule, request: Request) -> tuple[Job, tuple[tuple[Unit, ...], ...]]:
+    def _agree(self, plan: Schedule, request: Request) -> tuple[Job, Ready]:
         """The job, once all ranks have found theirs right and all have the same plan."""
         error: ValueError | None = None
         job = None
@@ -199,7 +203,7 @@ class PipelineExecutor:
             ready = self._plans.ready(plan, request.training)
             self._check_places(plan)
             if ready.halves:
-                self._check_compiled(plan)
+                check_compiled(plan, self.stages)
             job = prepare(request, ready.plan, self._ranks(plan), self._loss)
             kinds = {kind for kind in job.kinds if kind}
             own = [0, ready.digest, int(request.training), factors_digest(job)]
@@ -225,7 +229,7 @@ class PipelineExecutor:
             job.kinds = [max(kinds) for kinds in zip(*per_rank, strict=True)]
         if self._dry_run is not None:
             self._try_new_kinds(job, self._dry_run)
-        return job, ready.units
+        return job, ready
 
     def _try_new_kinds(self, job: Job, dry_run: DryRun) -> None:
         """Refuses stages that do not take what the stage before gives."""
@@ -281,21 +285,6 @@ class PipelineExecutor:
         if misfits:
             raise ValueError(f"{plan.name}: {'; '.join(misfits)}")
 
-    def _check_compiled(self, plan: Schedule) -> None:
-        """A compiled backward is one piece: with donated buffers it can run once only."""
-        config = sys.modules.get("torch._functorch.config")
-        if not getattr(config, "donated_buffer", False):
-            return
-        # Stage 0 has no input half.
-        compiled = [n for n, module in self.stages.items() if n and _is_compiled(module)]
-        if compiled:
-            raise ValueError(
-                f"{plan.name} has backwards in halves, and stages {compiled} are compiled: their "
-                "backward is one piece, which may run once only. Take a schedule with whole "
-                "backwards (1f1b, interleaved-1f1b), or set torch._functorch.config.donated_buffer "
-                "= False before the first step; the piece then runs in both halves"
-            )
-
     def _all_ended(self, job: Job, rows: list[Row]) -> float | None:
         """The loss, once all ranks have ended well."""
         failed = any(row.failed for row in rows)
@@ -338,14 +327,6 @@ class PipelineExecutor:
         for kind, stage in actions:
             if kind is Kind.STEP and self._optimizer_step is not None:
                 self._optimizer_step(stage)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """By torch.compile(module) or module.compile(), it or a part of it."""
-    return any(
-        hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
-        for inner in module.modules()
-    )
 
 
 def _together(running: "list[Iterator[None]]") -> None:

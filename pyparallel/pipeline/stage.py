@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pyparallel.pipeline.dry_run import call
 from pyparallel.pipeline.engine import accumulate
+from pyparallel.pipeline.in_place import adding
 from pyparallel.pipeline.packets import Packet, pack, unpack
 from pyparallel.pipeline.split_backward import WeightHalf, backward_input
 from pyparallel.pipeline.wrapped import wrapping_of
@@ -136,7 +137,8 @@ class Stage:
         """The whole backward: weights' gradients are added, the inputs' given back."""
         kept = self._kept.pop(microbatch)
         if kept.outputs:
-            accumulate(kept.outputs, kept.seeds or gradients)
+            with adding():
+                accumulate(kept.outputs, kept.seeds or gradients)
         self._left -= 1
         return [_or_zeros(tensor.grad, tensor) for tensor in kept.inputs]
 

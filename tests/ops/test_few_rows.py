@@ -1,4 +1,5 @@
-"""x @ weight^T for few rows (csrc/torch/few_rows.h): against float64, and what it must not change.
+"""x @ weight^T for few rows and many (csrc/torch/few_rows.h, many_rows.h): against float64, and
+what it must not change.
 
 Bound: |ours - ref| <= |stock - ref| + sqrt(K) eps32 (|x| |w|), stock being torch's linear.
 """
@@ -56,6 +57,21 @@ def test_any_layout_and_shape(dtype):
     assert torch.equal(_torch.product(x[:, :0], w[:, :0]), torch.zeros(6, 300, dtype=dtype))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         _torch.product(x, tall)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(24, 1024, 700), (130, 257, 300), (2000, 64, 33)])
+def test_many_rows_of_any_layout(m, n, k):
+    x, w = draw(m, [(m, k), (n, k)], torch.float32)
+    ours = _checked(x, w)
+    turned, wide = x.t().contiguous().t(), torch.cat([w, w], 1)[:, :k]
+    assert torch.equal(_checked(x.view(2, -1, k), w).view(m, n), ours)
+    _checked(turned, wide)
+    _checked(x, w.t().contiguous().t())
+    out = torch.full((m, n), float("nan"))
+    _torch.product_into(out, x, w)
+    assert torch.equal(out, ours)
+    x.requires_grad_()
+    assert not _torch.product(x.detach(), w).requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
