@@ -110,6 +110,13 @@ def reference(
     return value.item(), {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
 
 
+def largest_error(whole: nn.Module, gradients: dict[str, Tensor]) -> float:
+    """Of the gradients in the parameters, from these."""
+    found = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    assert found.keys() == gradients.keys()
+    return max(float((found[n] - g).abs().max()) for n, g in gradients.items())
+
+
 def fp32_limits(layers: int, microbatches: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients in float64, and how far off those in float32 may be: |one process - ref| + m eps32
     sum |g_i|, as the microbatches' gradients are the same numbers, added in another order."""
