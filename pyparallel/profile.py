@@ -30,7 +30,7 @@ __all__ = ["RankTime", "advice", "main", "read_traces"]
 
 Interval = tuple[float, float]
 BACKENDS = ("gloo:", "nccl:", "pyparallel:", "mpi:", "ucc:", "xccl:")
-COMPUTE = ("aten::", "pyparallel::kernels::")  # on a CPU
+COMPUTE = ("aten::", "mkldnn::", "onednn::", "pyparallel::kernels::")  # on a CPU
 NOT_TOLD = "group not told"
 _END = 1e20  # microseconds: what clocks show lies far below
 # Shares of the step from which an experienced engineer would act.

@@ -73,7 +73,8 @@ def test_hosts_only(tmp_path):
         event("pyparallel:all_gather, group world", "user_annotation", 85, 5),
         event("pyparallel:send, group own", "user_annotation", 80, 15),
         event("gloo:send", "user_annotation", 95, 5),
-        event("pyparallel::kernels::attention_forward", "cpu_op", 0, 20),
+        event("pyparallel::kernels::attention_forward", "cpu_op", 0, 10),
+        event("mkldnn::_linear_pointwise", "cpu_op", 10, 10),
         event("my own region", "user_annotation", 0, 100),
     )
     content["distributedInfo"]["pg_config"] = [
