@@ -179,12 +179,17 @@ def pipeline_costs(job: Job, cluster: ClusterSpec, layout: Layout) -> Costs:
 
 
 def _costs(layout: Layout, costs: Sequence[_StageCost], hop: float) -> Costs:
+    """Messages that are not overlapped: of one stage per rank both ends meet and wait. With more a
+    rank sends and receives in one batch, so that each message takes half its time of either end;
+    in an order of its own, which meeting one by one would make wait for the other ranks' passes."""
+    batched = not layout.overlap_pp and layout.chunks > 1
     return Costs(
         forward=tuple(c.forward for c in costs),
         backward_input=tuple(c.inputs for c in costs),
         backward_weight=tuple(c.weights for c in costs),
-        latency=hop,
-        overlapped=layout.overlap_pp,
+        latency=hop / 2 if batched else hop,
+        issue=hop / 2 if batched else 0.0,
+        overlapped=layout.overlap_pp or batched,
     )
 
 

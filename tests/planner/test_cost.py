@@ -7,7 +7,7 @@ import pytest
 
 from pyparallel.planner import CLUSTERS, CONVENTIONS, Job, Layout, cost, evaluate, preset
 from pyparallel.planner.collectives import group_of
-from pyparallel.planner.cost import time_report
+from pyparallel.planner.cost import message_seconds, time_report
 from pyparallel.planner.flops import flops_per_token
 from pyparallel.planner.kernels import Kernels, running
 from pyparallel.planner.layout import PRECISIONS
@@ -119,6 +119,19 @@ def test_parts_add_up_to_the_step():
         time = time_report(Job(LLAMA, 8192, 64), H100, layout)
         assert sum(time.parts.values()) == pytest.approx(time.step)
         assert min(time.parts.values()) >= 0
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_messages_that_are_not_overlapped_cost_their_own_time_and_no_more(chunks):
+    """Two messages a microbatch and stage of each rank: not the passes of other ranks as well."""
+    layout = Layout(
+        dp=2, tp=8, pp=4, chunks=chunks, schedule="interleaved-1f1b" if chunks > 1 else "1f1b"
+    )
+    job = Job(LLAMA, 8192, 128)
+    beside = time_report(job, H100, layout).step
+    alone = time_report(job, H100, layout.with_(overlap_pp=False)).step
+    messages = 2 * layout.microbatches(job) * chunks * message_seconds(job, H100, layout)
+    assert 0.2 * messages < alone - beside < 1.3 * messages
 
 
 def test_recomputation_is_a_third_more_and_selective_little():
