@@ -17,8 +17,7 @@ NNODES=${NNODES:-8}
 WORLD_SIZE=$(($GPUS_PER_NODE * $NNODES))
 TP=4   # inside a node
 
-MODEL_ARGS=(
-    --num-layers 80 --hidden-size 8192   # 70B
+MODEL_ARGS=(--num-layers 80 --hidden-size 8192   # 70B
     --ffn-hidden-size 28672
     --num-attention-heads 64 --group-query-attention --num-query-groups 8
     --seq-length 8192 --max-position-embeddings 8192

@@ -109,8 +109,9 @@ def _words(text: str, first: int, known: dict[str, str]) -> list[tuple[str, int]
                 continue
             name, value = assigned.groups()
             if "--" in value or value.startswith("("):
-                found.append((f"{name}=", start))
-                found += [*_words(value.lstrip("("), start, known), (")", start)]
+                found += [(f"{name}=", start), *_words(value.removeprefix("("), start, known)]
+                if not value.startswith("("):  # an array ends at its bracket, a string here
+                    found.append((")", start))
             else:
                 known[name] = value.rstrip(";")
                 found.append((f"{name}=", start))
