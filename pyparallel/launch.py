@@ -16,25 +16,62 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pyparallel.help_text import Paragraphs
+
 __all__ = ["main", "parser"]
+
+_DESCRIPTION = """
+Starts the ranks of a job on this host, says in one line which of them died of what, and starts all
+again while --restarts are left. A script goes on from where it was if it loads its newest
+checkpoint (docs/checkpoints.md).
+"""
+_EXAMPLES = """
+examples:
+
+  pyparallel launch --ranks 2 examples/two_ranks.py
+  pyparallel launch --ranks 4 --restarts 3 train.py --lr 3e-4
+  pyparallel launch --ranks 2 -m package.train
+
+Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment, as
+under torchrun, which starts jobs of several hosts. Exit status: 0 all ranks ended well; 1 the last
+attempt failed; 2 what is asked cannot be; 124 the time was up.
+"""
 
 
 def parser() -> argparse.ArgumentParser:
     """Of the command's arguments."""
     found = argparse.ArgumentParser(
         prog="pyparallel launch",
-        description="Starts the ranks of a job on this host, and starts them again when one dies.",
+        usage="pyparallel launch [--ranks N] [OPTION ...] SCRIPT [ARGUMENT ...]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=Paragraphs,
     )
-    found.add_argument("--ranks", type=int, help="default: one per GPU of this host")
     found.add_argument(
-        "--restarts", type=int, default=0, help="attempts after the first; default: %(default)s"
+        "--ranks", type=int, metavar="N", help="processes to start (default: one per GPU)"
     )
     found.add_argument(
-        "--deadline", type=float, help="seconds after which all of it is ended; default: none"
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="attempts after the first, each of all ranks (default %(default)s)",
+    )
+    found.add_argument(
+        "--deadline",
+        type=float,
+        metavar="SECONDS",
+        help="after which the whole job is ended (default: never)",
     )
     found.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
-    found.add_argument("script", metavar="SCRIPT")
-    found.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER)
+    found.add_argument("script", metavar="SCRIPT", help="what every rank runs")
+    rest = found.add_argument(
+        "arguments",
+        metavar="ARGUMENT",
+        nargs=argparse.REMAINDER,
+        help="all that follows is SCRIPT's",
+    )
+    rest.required = False  # it may be nothing: not to be named beside a missing SCRIPT
     return found
 
 
