@@ -125,8 +125,9 @@ class ParallelModel:
         self._positions = "position_ids" in inspect.signature(module.forward).parameters
         if mesh.size("sp") > 1 and not self._positions:
             raise InvalidArgument(
-                f"{type(module).__name__}.forward takes no position_ids: with sp ranks hold rows "
-                "from anywhere in the sequence, and it must be told which"
+                f"{type(module).__name__}.forward takes no position_ids: with sp each rank holds "
+                "rows from anywhere in the sequence, and must be told which; give it a parameter "
+                "position_ids, of [1, rows], for its positions' embedding (examples/llama.py)"
             )
         self.precision = Precision(precision, device_type=mesh.device_type)
         self.precision.check(module.named_parameters())
