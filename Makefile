@@ -1,8 +1,8 @@
 # make bench   compares the library with stock PyTorch on this machine
 # make test    lint, then all tests
 # make train   trains a small Llama for two minutes on two CPU ranks; its loss falls
-# Both make .venv, install the pinned requirements and build in place first; a second run does only
-# what has changed. A .venv that is a link to an environment of yours is used as it is.
+# Each makes .venv, installs the pinned requirements and builds in place first; a second run does
+# only what has changed. A .venv that is a link to an environment of yours is used as it is.
 PYTHON ?= python3
 VENV ?= .venv
 BENCH_ARGS ?= --quick
