@@ -83,17 +83,14 @@ std::shared_ptr<SymmetricMemory> SymmetricMemory::create(shm::Communicator& grou
   const std::string name = options.name.empty() ? group.name() : options.name;
   const std::string where = str("symmetric memory of group ", name);
   const Deadline deadline = Deadline::after(options.timeout);
-  std::string host;
-  try {
-    host = host_identity();
-    Layout::make(group.size(), bytes, options.channels, page_size());
-    if (options.device >= 0) DeviceBacking::check(options.device);
-  } catch (const Error& error) {
-    group.refuse("symmetric memory", error.what());
-    throw;
-  }
   std::shared_ptr<shm::Communicator> own =
       group.split(0, group.rank(), shm::Options{name + " (symmetric memory)", options.timeout});
+  std::string host;
+  together(*own, where, deadline, [&] {
+    host = host_identity();
+    Layout::make(own->size(), bytes, options.channels, page_size());
+    if (options.device >= 0) DeviceBacking::check(options.device);
+  });
   auto all = gather_all(*own, propose(bytes, options, host), deadline);
   for (Proposal& one : all) one.host[sizeof one.host - 1] = '\0';
   require_alike(all, &Proposal::bytes, "the number of bytes", where);
