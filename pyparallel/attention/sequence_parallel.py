@@ -29,12 +29,14 @@ from pyparallel.attention.sharding import Sharding
 from pyparallel.attention.transport import Transport, transport_of
 from pyparallel.errors import InvalidArgument
 from pyparallel.ops.autocast import casts
+from pyparallel.ops.dispatch import announced
 
 __all__ = ["sequence_parallel_attention"]
 
 NAME = "sequence_parallel_attention"
 
 
+@announced
 def sequence_parallel_attention(
     q: Tensor,
     k: Tensor,

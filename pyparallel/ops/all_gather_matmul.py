@@ -34,7 +34,7 @@ from pyparallel.ops.checks import (
     own_sizes,
 )
 from pyparallel.ops.device_path import KERNELS
-from pyparallel.ops.dispatch import Operation, invoke, told
+from pyparallel.ops.dispatch import Operation, announced, invoke, told
 from pyparallel.ops.groups import Seat, group_name, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, library_op, matmul, rows_of
@@ -304,6 +304,7 @@ def _listed_weights(weight: Any, bias: Any) -> "tuple[list[Tensor], list[Tensor 
     return list(weights), list(biases)
 
 
+@announced
 def all_gather_matmul(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],

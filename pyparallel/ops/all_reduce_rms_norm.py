@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pyparallel.ops.checks import Misfits, check_floats
-from pyparallel.ops.dispatch import Operation, invoke
+from pyparallel.ops.dispatch import Operation, announced, invoke
 from pyparallel.ops.groups import seat_of
 from pyparallel.ops.library import define
 from pyparallel.ops.outputs import check_written
@@ -154,6 +154,7 @@ define(
 _IN_PLACE = Operation(f"{_NAME}_", _run_in_place, _check, writes=True)
 
 
+@announced
 def all_reduce_rms_norm_(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: Any
 ) -> tuple[Tensor, Tensor]:
@@ -165,6 +166,7 @@ def all_reduce_rms_norm_(
     return x, residual
 
 
+@announced
 def all_reduce_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: Any
 ) -> tuple[Tensor, Tensor]:

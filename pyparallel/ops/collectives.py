@@ -26,7 +26,7 @@ from pyparallel.ops.checks import (
     own_sizes,
     sizes_of_whole,
 )
-from pyparallel.ops.dispatch import Operation, invoke, told
+from pyparallel.ops.dispatch import Operation, announced, invoke, told
 from pyparallel.ops.groups import group_name, place_of, seat_of
 from pyparallel.ops.library import define, library_op
 from pyparallel.ops.outputs import check_written
@@ -97,6 +97,7 @@ define(
 _ALL_GATHER = Operation("all_gather", _run_all_gather, _shards_of_shard)
 
 
+@announced
 def all_gather(
     x: Tensor, group: Any, dim: int = 0, shard_sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -173,6 +174,7 @@ define(
 _REDUCE_SCATTER = Operation("reduce_scatter", _run_reduce_scatter, _shards_of_whole)
 
 
+@announced
 def reduce_scatter(
     x: Tensor, group: Any, dim: int = 0, shard_sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -233,6 +235,7 @@ define(
 _ALL_REDUCE = Operation("all_reduce", _run_all_reduce, _check_all_reduce)
 
 
+@announced
 def all_reduce(x: Tensor, group: Any, op: str = "sum") -> Tensor:
     """The sum ("max", "min") of all ranks' `x`, the same bits on every rank. Collective.
 
@@ -264,6 +267,7 @@ define(
 _IN_PLACE = Operation("all_reduce_", _run_all_reduce_in_place, _check_all_reduce, writes=True)
 
 
+@announced
 def all_reduce_(x: Tensor, group: Any, op: str = "sum") -> Tensor:
     """As `all_reduce`, in place, for an `x` of any strides; gives `x`. Without derivative."""
     invoke(_IN_PLACE, group, lambda at: (x, at, op))
@@ -290,6 +294,7 @@ class _Replicate(torch.autograd.Function):
         return library_op("all_reduce")(dy, ctx.name, "sum"), None
 
 
+@announced
 def replicate(x: Tensor, group: Any) -> Tensor:
     """`x` as it is; backward: all_reduce of the gradient (Megatron-LM's f).
 
@@ -318,6 +323,7 @@ class _Gather(torch.autograd.Function):
         return dy.narrow(ctx.dim, before, ctx.own).contiguous(), None, None, None
 
 
+@announced
 def gather(x: Tensor, group: Any, dim: int = 0, shard_sizes: Sequence[int] | None = None) -> Tensor:
     """All ranks' shards joined along `dim`; backward: the own shard of the gradient. Collective.
 
@@ -346,6 +352,7 @@ class _Split(torch.autograd.Function):
         return library_op("all_gather")(dy, ctx.name, ctx.dim, ctx.sizes), None, None, None
 
 
+@announced
 def split(x: Tensor, group: Any, dim: int = 0, shard_sizes: Sequence[int] | None = None) -> Tensor:
     """This rank's shard, along `dim`, of a replicated `x`; backward: all_gather.
 

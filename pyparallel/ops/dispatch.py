@@ -10,18 +10,21 @@ passes 5 for a weight keeps nobody waiting. What raises later is an op's own aff
 (torch.compile) goes to the library at once; its fake makes the checks.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from pyparallel.comm.announced import Method
+from pyparallel.errors import InvalidArgument
 from pyparallel.ops.groups import MOST_PLANS, Seat, group_name, key_of, seat_of
 from pyparallel.ops.library import is_direct, library_op
 from pyparallel.ops.outputs import check_like, check_written, listed, put
 
-__all__ = ["Operation", "invoke", "told"]
+__all__ = ["Operation", "announced", "invoke", "told"]
 
 Prepare = Callable[[Any], tuple[Any, ...]]
 Shapes = Callable[..., Sequence[Sequence[int]]]
@@ -91,6 +94,36 @@ def told(op: str, group: Any, check: Callable[..., Any], *args: Any) -> Any:
         return check(*args)
     except Exception as error:
         raise seat_of(group).refused(op, error) from None
+
+
+def announced(op: Method) -> Method:
+    """A public op whose calls that do not bind to its signature are told to all ranks.
+
+    In Python, unlike that of pyparallel.comm: torch.compile has to look through it.
+    """
+    name = op.__name__
+    place = op.__code__.co_varnames.index("group")
+
+    @functools.wraps(op)
+    def guarded(*given: Any, **named: Any) -> Any:
+        try:
+            return op(*given, **named)
+        except TypeError as error:
+            # Binding fails before the first line of `op`, so there is no frame below this one.
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            group = named.get("group", given[place] if place < len(given) else None)
+            raise _misfit(name, group, error) from None
+
+    return cast(Method, guarded)
+
+
+def _misfit(name: str, group: Any, error: TypeError) -> Exception:
+    try:
+        seat = seat_of(group)
+    except InvalidArgument:  # of no group: there is nobody to tell
+        return error
+    return seat.refused(name, error)
 
 
 def _through_library(op: Operation, args: tuple[Any, ...], out: Any) -> Any:

@@ -24,7 +24,7 @@ from pyparallel.ops.all_reduce_rms_norm import rms_norm
 from pyparallel.ops.autocast import casts
 from pyparallel.ops.checks import Misfits, by, check_algorithm, check_floats, check_linear
 from pyparallel.ops.device_path import KERNELS, NormOf
-from pyparallel.ops.dispatch import Operation, invoke, told
+from pyparallel.ops.dispatch import Operation, announced, invoke, told
 from pyparallel.ops.groups import Seat, key_of, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, matmul, rows_of
@@ -168,6 +168,7 @@ _OP = Operation(
 )
 
 
+@announced
 def matmul_all_reduce(
     x: Tensor,
     weight: Tensor,

@@ -16,7 +16,7 @@ from pyparallel.ops.all_reduce_rms_norm import check_norm, rms_norm_backward
 from pyparallel.ops.autocast import casts
 from pyparallel.ops.checks import Misfits, check_algorithm, check_floats, check_linear
 from pyparallel.ops.device_path import NormOf
-from pyparallel.ops.dispatch import Operation, invoke, told
+from pyparallel.ops.dispatch import Operation, announced, invoke, told
 from pyparallel.ops.groups import key_of, seat_of
 from pyparallel.ops.library import define, matmul, rows_of
 from pyparallel.ops.main_grad import MainGrad, behind, main_grads_of, without_gradient
@@ -123,6 +123,7 @@ define(
 _OP = Operation(_NAME, _run, _check)
 
 
+@announced
 def matmul_all_reduce_rms_norm(
     x: Tensor,
     weight: Tensor,

@@ -33,7 +33,7 @@ from pyparallel.ops.checks import (
     sizes_of_whole,
 )
 from pyparallel.ops.device_path import KERNELS
-from pyparallel.ops.dispatch import Operation, invoke, told
+from pyparallel.ops.dispatch import Operation, announced, invoke, told
 from pyparallel.ops.groups import group_name, seat_of
 from pyparallel.ops.host_path import chunk_rows_of
 from pyparallel.ops.library import define, library_op, matmul, rows_of
@@ -278,6 +278,7 @@ class _Accumulating(torch.autograd.Function):
         return dx[0] if dx else None, None, db, None, None, None, None, None
 
 
+@announced
 def matmul_reduce_scatter(
     x: Tensor,
     weight: Tensor,
