@@ -31,7 +31,7 @@ if [ ! -e "$place/installed" ]; then
   mkdir -p "$place"
   "$python" -m venv "$place/venv"
   # No versions but these: constraints.txt may pin what this Python or torch does not take.
-  "$place/venv/bin/python" -m pip install --quiet "torch==$torch" numpy setuptools wheel 'cmake>=3.22' \
+  "$place/venv/bin/python" -m pip install --quiet "torch==$torch" numpy 'setuptools>=77' wheel 'cmake>=3.22' \
     ninja 'pybind11>=2.13' pytest pytest-timeout pytest-xdist hypothesis rich matplotlib pyyaml \
     'tomli; python_version < "3.11"'
   "$place/venv/bin/python" -m pip install --quiet --no-deps "triton==$triton" nvidia-nccl-cu12
