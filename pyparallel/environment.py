@@ -80,7 +80,7 @@ VARIABLES = tuple(
             "PYPARALLEL_SIMD",
             "avx512, avx2 or portable",
             "the best this CPU has",
-            "run: instruction set of CPU reductions and attention",
+            "run: instruction set of CPU reductions, products and attention",
         ),
         (
             "PYPARALLEL_SPIN_US",
