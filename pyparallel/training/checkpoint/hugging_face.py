@@ -198,7 +198,7 @@ def export_hugging_face(
             if dtype is not None and DTYPES[row[4]].is_floating_point:
                 row[4] = dtype_name(dtype)
         if final.exists():
-            problem = CheckpointError("it exists already")
+            problem = CheckpointError("it exists already: name a new folder")
     except (TypeError, ValueError) as error:
         problem = error
     ranks.agree(where, problem)
