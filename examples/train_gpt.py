@@ -80,7 +80,7 @@ class Settings:
     seed: int = 0
     # what is told and kept
     log_every: int = 10
-    evaluate_every: int = 100
+    evaluate_every: int = 100  # 0: at the end alone
     evaluate_batches: int = 4
     save_every: int = 100  # 0: never
     keep: int = 3
@@ -92,6 +92,14 @@ class Settings:
     temperature: float = 0.7
     device: str = "cpu"
     timeout: float = 600.0  # seconds after which a call that ranks have not come to is an error
+
+
+# The least that a number may be; those of layout and model are checked by what is built of them.
+LEAST: dict[str, float] = dict.fromkeys(
+    ("rows", "batch", "steps", "log_every", "evaluate_batches", "keep"), 1
+) | dict.fromkeys(
+    ("evaluate_every", "save_every", "seconds", "lr", "clip", "generate", "peak_gflops"), 0
+)
 
 
 def read_settings(argv: list[str] | None = None) -> Settings:
@@ -120,7 +128,15 @@ def read_settings(argv: list[str] | None = None) -> Settings:
                 known = ", ".join(f"{f.name}: {f.type.__name__}" for f in fields(Settings))  # type: ignore[union-attr]
                 parser.error(f"{path}: {name}: {value!r} is none of the settings {known}")
     chosen |= {name: value for name, value in given.items() if value is not None}
-    return Settings(**chosen)
+    settings = Settings(**chosen)
+    for name, least in LEAST.items():
+        if not getattr(settings, name) >= least:
+            parser.error(
+                f"{name}: {getattr(settings, name)} is less than {least}, the least it can be"
+            )
+    if not settings.temperature > 0:
+        parser.error(f"temperature: {settings.temperature}; a number above 0 is expected")
+    return settings
 
 
 class Training:
@@ -283,7 +299,8 @@ class Training:
             recent: deque[float] = deque(maxlen=20)
             first, progress = step, self.progress(step)
             while progress < 1.0:
-                trace = step - first == 3 or (step > first and step % s.evaluate_every == 0)
+                evaluated = s.evaluate_every and step > first and step % s.evaluate_every == 0
+                trace = step - first == 3 or evaluated
                 begin = time.perf_counter()
                 with self.traced() if trace else nullcontext() as found:
                     values = self.step(progress)
@@ -295,7 +312,7 @@ class Training:
                 else:
                     recent.append(took)
                 progress = self.progress(step)
-                if step % s.evaluate_every == 0 or progress == 1.0:
+                if (s.evaluate_every and step % s.evaluate_every == 0) or progress == 1.0:
                     values["evaluation"] = self.evaluate()
                 if step % s.log_every == 0 or "evaluation" in values:
                     self.tell(step, values, recent)

@@ -74,6 +74,11 @@ def test_settings(tmp_path, capsys):
         with pytest.raises(SystemExit):
             read_settings(["--config", str(path)])
         assert message in capsys.readouterr().err
+    for name, given in (("log-every", "0"), ("batch", "-1"), ("temperature", "0"), ("lr", "nan")):
+        with pytest.raises(SystemExit):
+            read_settings([f"--{name}", given])
+        assert name.replace("-", "_") in capsys.readouterr().err.splitlines()[-1]
+    assert read_settings(["--evaluate-every", "0"]).evaluate_every == 0
 
 
 SMALL = {
@@ -94,7 +99,7 @@ def runs(rank: Rank, data: str, folder: str) -> None:
     )
     common = {**SMALL, "data": data}
     Training(Settings(folder=f"{folder}/straight", tp=2, profile=True, **common)).run()
-    cut = Training(Settings(folder=f"{folder}/cut", tp=2, **common))
+    cut = Training(Settings(folder=f"{folder}/cut", tp=2, **common | {"evaluate_every": 0}))
     step = cut.step
 
     def short(progress: float) -> dict[str, float]:
