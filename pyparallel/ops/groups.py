@@ -195,7 +195,9 @@ def group_name(group: Any) -> str:
         group = _group_of_mesh(group)
     if isinstance(group, dist.ProcessGroup):
         return str(group.group_name)
-    return seat_of(group).name
+    # Kept on it too: torch.compile of torch 2.9 cannot look a Communicator up in a dictionary.
+    named = getattr(group, "_ops_name", None)
+    return seat_of(group).name if named is None else str(named)
 
 
 def place_of(name: str) -> tuple[int, int]:
@@ -258,6 +260,7 @@ def _make(group: "dist.ProcessGroup | Communicator") -> Seat:
         return seat
     if isinstance(group, Communicator):
         name = f"communicator/{group.name}/{next(_numbers)}"
+        group._ops_name = name  # type: ignore[attr-defined]
         native = Native(weakref.proxy(group))
         seat = Seat(name, native, Unserved(native.communicator))
     else:
