@@ -54,6 +54,8 @@ def kept_bytes(job: Job, layout: Layout, layer: int) -> float:
     if model.latent is None:
         keys = model.kv_heads * max(1.0, layout.tp / model.kv_heads)
         inner += e * (2 * model.heads + 2 * keys) * model.head_dim / layout.tp
+        if model.head_norms:  # q and k as they were before their norms
+            inner += e * (model.heads + keys) * model.head_dim / layout.tp
     else:
         wide = model.latent
         head = wide.plain + wide.rotary

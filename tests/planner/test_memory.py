@@ -48,6 +48,15 @@ def test_context_parallelism_divides_the_sequence():
     assert layer_activations(job, Layout(cp=4), 0) == pytest.approx(whole / 4)
 
 
+def test_norms_of_heads_keep_what_they_read():
+    model = preset("qwen3-8b")
+    with_norms, without = (
+        layer_activations(Job(replace(model, head_norms=norms), 4096, 8), Layout(tp=2), 0)
+        for norms in (True, False)
+    )
+    assert with_norms - without == 4096 * 2 * (32 + 8) * 128 / 2
+
+
 @pytest.mark.parametrize("ranks", [1, 4, 64, 1024])
 def test_zero_bytes(ranks):
     """arXiv:1910.02054: 16, 4 + 12/d, 2 + 14/d, 16/d; Megatron: 18, 6 + 12/d; 20, 4 + 16/d."""
