@@ -114,15 +114,17 @@ class Passes:
         if not sharded:
             rows /= self.layout.tp
         n, k, gemm = local.outputs, local.inputs, self.kernels.gemm
-        forward, inputs = gemm(rows, n, k, copies), gemm(rows, k, n, copies)
-        weights = gemm(n, k, rows, copies, accumulate=True)
+        wide = linear.name == "router"
+        forward, inputs = gemm(rows, n, k, copies, wide=wide), gemm(rows, k, n, copies, wide=wide)
+        weights = gemm(n, k, rows, copies, accumulate=True, wide=wide)
         three.forward.gemm += forward
         three.inputs.gemm += inputs
         three.weights.gemm += weights
-        if self.kernels.dtype == "fp8":
+        if self.kernels.dtype == "fp8" and not wide:
             # Read in 16 bits, written in 8, once as it is and once transposed. A norm or an
-            # activation function casts what it writes; attention and the sum of gradients do not.
-            if linear.name == "projection":
+            # activation function casts what it writes; attention, the exchange of experts' tokens
+            # and the sum of gradients do not; a norm before experts writes 16 bits for the router.
+            if linear.name in ("projection", "expert up", "shared up"):
                 three.forward.elementwise += self.kernels.move(4 * rows * copies * k)
             if not linear.name.endswith(" up") and linear.name != "up":
                 three.inputs.elementwise += self.kernels.move(4 * rows * copies * n)
@@ -262,6 +264,15 @@ class Passes:
             rotary = self.tokens * 2 * e * turned * model.head_dim / t
             forward, backward = forward + rotary, backward + rotary
             kernels_forward, kernels_backward = kernels_forward + 2, kernels_backward + 2
+        # Norms of the heads of q and k, or of the low ranks (which tp does not shard): as above.
+        normed = 0.0
+        if model.head_norms:
+            normed = self.tokens * turned * model.head_dim / t
+        elif model.latent is not None:
+            normed = self.whole * (model.latent.query_rank + model.latent.key_value_rank)
+        if normed:
+            forward, backward = forward + 2 * e * normed, backward + 3 * e * normed
+            kernels_forward, kernels_backward = kernels_forward + 2, kernels_backward + 2
         width = float(model.ffn)
         if model.is_moe(number) and model.experts is not None:
             width = model.experts.active * model.experts.ffn + model.experts.shared_ffn
@@ -272,18 +283,35 @@ class Passes:
         three.inputs.elementwise += move(backward, kernels_backward + 1)
 
     def _experts(self, three: Three) -> None:
-        """Routing: tokens are sorted by expert, exchanged, and brought back."""
+        """Routing: scores choose each token's experts; its copies are sorted by expert, exchanged,
+        and brought back."""
         model, experts = self.job.model, self.job.model.experts
         assert experts is not None
-        e = self.job.bytes.activation
+        e, move = self.job.bytes.activation, self.kernels.move
         copies = self.whole * experts.active * model.hidden * e
         exchanged = self.ep.exchange(copies)
-        # Sorted before and after the exchange, both ways: reads and writes of scattered rows.
-        sorting = self.kernels.move(8 * copies / SCATTERED_SHARE, 6)
+        # Tokens become copies in the order of experts; those that came are sorted by expert where a
+        # rank has several, and back; then they are summed into tokens. A token's row is read or
+        # written once for all its copies.
+        several = experts.count > self.layout.ep
+        rows = 2 + 2 / experts.active + (4 if several else 0)
+        sorting = move(rows * copies / SCATTERED_SHARE, 6 if several else 4)
         for half in (three.forward, three.inputs):
             half.exposed["ep"] += 2 * exchanged
             half.elementwise += sorting
             half.volume["ep"] += 2 * (self.ep.size - 1) / self.ep.size * copies
+        # How many copies go to each expert is exchanged first.
+        three.forward.exposed["ep"] += self.ep.exchange(4 * experts.count)
+        # Float32 scores: the function, its top, the loss that balances; their gradients.
+        scores = 4 * self.whole * experts.count
+        three.forward.elementwise += move(4 * scores, 3)
+        three.inputs.elementwise += move(3 * scores, 2)
+        # A sum (2 reads, write) of the routed and the shared experts' outputs; backward of the
+        # gradients of the input that the router, the routed and the shared experts have in common.
+        shared = 1 if experts.shared_ffn else 0
+        summed = 3 * e * self.whole * model.hidden
+        three.forward.elementwise += move(shared * summed, shared)
+        three.inputs.elementwise += move((1 + shared) * summed, 1 + shared)
 
     def embedding(self) -> Three:
         """The table is read, its gradient added up."""

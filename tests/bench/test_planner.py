@@ -121,8 +121,17 @@ def test_what_was_looked_at_afterwards_is_told_apart(made, timed, orders, plain)
     assert (loose.worst, loose.mean) == (None, None)
     assert len(loose.rows) == len(rows("mpt_fsdp_a100")) + len(rows("torchtitan_a100"))
     assert -25 < loose.bias < 0
+    mixtures = afterwards.mixtures()
+    assert (mixtures.worst, len(mixtures.rows)) == (None, len(rows("moe_megatron_bridge")))
     text = "\n".join(page.page(made, timed, orders, plain))
-    assert text.count(loose.title) == 1
+    assert text.count(loose.title) == text.count(mixtures.title) == 1
+
+
+def test_mixtures_that_the_host_does_not_slow_are_near():
+    """Qwen3-30B on 8 B200 with micro batches of 4 and CUDA graphs."""
+    graphs = [row.error for row in afterwards.mixtures().rows if row.label.startswith("26.04")]
+    assert len(graphs) == 2
+    assert max(map(abs, graphs)) < 15
 
 
 def test_published_runs_fit_in_their_devices():
@@ -139,7 +148,7 @@ def test_published_runs_fit_in_their_devices():
 
 def test_every_table_names_its_source():
     tables = sorted(FOLDER.glob("*.csv"))
-    assert len(tables) == 20
+    assert len(tables) == 21
     assert all(source(table.stem) for table in tables)
 
 

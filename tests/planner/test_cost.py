@@ -11,7 +11,8 @@ from pyparallel.planner.cost import message_seconds, time_report
 from pyparallel.planner.flops import flops_per_token
 from pyparallel.planner.kernels import Kernels, running
 from pyparallel.planner.layout import PRECISIONS
-from pyparallel.planner.passes import Passes
+from pyparallel.planner.models import Experts
+from pyparallel.planner.passes import SCATTERED_SHARE, Passes
 
 A100, H100 = CLUSTERS["a100-80"], CLUSTERS["h100"]
 GPT = preset("megatron-22b")
@@ -221,6 +222,59 @@ def test_experts_over_tensor_parallel_ranks_pay_for_their_tokens():
 
     assert halves(dp=4) == pytest.approx(4)  # qkv, projection, experts' up, experts' down
     assert halves(dp=4, ep=4) == pytest.approx(2 + 2 * 2)  # of two copies each
+
+
+@pytest.mark.parametrize(("count", "shared"), [(64, 0), (64, 512), (8, 0)])
+def test_routing_reads_and_writes_what_it_sorts(count, shared):
+    """Beside a dense layer of the same width, in bytes of a token's row of h, k of them copied: one
+    and k, then k and k where a rank has several experts, the same on the way back, both ways;
+    scores in float32; sums of two rows of outputs, and of two or three gradients."""
+    k, seq, several = 4, 4096, count > 8
+    dense = replace(preset("llama-3-8b"), ffn=k * 1024 + shared)
+    model = replace(dense, experts=Experts(count, k, 1024, shared))
+    job = Job(model, seq, 8)
+    kernels = Kernels(H100.gpu, job.bytes)
+    layout = Layout(dp=8, ep=8)
+    moe = Passes(job, H100, layout, kernels).layer(0)
+    plain = Passes(replace(job, model=dense), H100, layout, kernels).layer(0)
+    row, sums = 2 * seq * dense.hidden, 1 if shared else 0
+    for half, scores, summed in (("forward", 4, sums), ("inputs", 3, sums + 1)):
+        more = getattr(moe, half).elementwise - getattr(plain, half).elementwise
+        rows = 2 * (1 + k + (2 * k if several else 0))
+        sorting = kernels.move(rows * row / SCATTERED_SHARE, 6 if several else 4)
+        scored = kernels.move(scores * 4 * count * seq, scores - 1)
+        assert more == pytest.approx(sorting + scored + kernels.move(3 * summed * row, summed))
+    sizes = moe.forward.exposed["ep"] - moe.inputs.exposed["ep"]
+    assert sizes == pytest.approx(group_of(layout, H100, "ep").exchange(4 * count))
+
+
+def test_norms_of_heads_are_passes_over_queries_and_keys():
+    model = preset("qwen3-8b")
+    with_norms, without = (
+        Passes(job, H100, Layout(tp=2), Kernels(H100.gpu, job.bytes)).layer(0)
+        for job in (Job(replace(model, head_norms=norms), 4096, 8) for norms in (True, False))
+    )
+    moved = 2 * 4096 * (32 + 8) * 128 / 2
+    move = Kernels(H100.gpu, PRECISIONS["bf16"]).move
+    for half, times in (("forward", 2), ("inputs", 3)):
+        more = getattr(with_norms, half).elementwise - getattr(without, half).elementwise
+        assert more == pytest.approx(move(times * moved, 2))
+
+
+def test_in_fp8_the_inputs_of_experts_are_cast_and_the_router_stays_in_16_bits():
+    job = Job(preset("qwen3-30b-a3b"), 4096, 8, "fp8")
+    layout, h = Layout(dp=8, ep=8), job.model.hidden
+    kernels = Kernels(H100.gpu, job.bytes)
+    wide = replace(job, precision="bf16")
+    eight = Passes(job, H100, layout, kernels).layer(0)
+    sixteen = Passes(wide, H100, layout, Kernels(H100.gpu, wide.bytes)).layer(0)
+    cast = eight.forward.elementwise - sixteen.forward.elementwise
+    attention, copied = 4 * 4096 * 32 * 128, 4 * 4096 * 8 * h
+    assert cast == pytest.approx(kernels.move(attention) + kernels.move(copied))
+    gemm = kernels.gemm
+    forward = gemm(4096, 40 * 128, h) + gemm(4096, h, 32 * 128) + gemm(4096, 128, h, wide=True)
+    forward += gemm(2048, 2 * 768, h, 16) + gemm(2048, h, 768, 16)
+    assert eight.forward.gemm == pytest.approx(forward)
 
 
 @pytest.mark.parametrize(("zero", "times"), [(0, 2 * 4), (1, 4 + 2), (2, 8 * 4 + 2)])
