@@ -148,22 +148,24 @@ class Unserved:
     def barred(self) -> Mapping[str, str]:
         return {}
 
-    def _error(self) -> Unsupported:
-        return Unsupported(
+    def _error(self, op: str) -> Exception:
+        """Told to the other ranks, whose tensors may be where they should."""
+        error = Unsupported(
             f"group {self._name}: a Communicator moves CPU memory; for CUDA tensors pass a "
             "torch.distributed ProcessGroup that serves them, or algorithm= of a fused kernel"
         )
+        return self.refused(op, error)
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        raise self._error()
+        raise self._error("all_gather")
 
     def reduce_scatter(
         self, x: Tensor, dim: int, sizes: Sequence[int], out: Tensor | None = None
     ) -> Tensor:
-        raise self._error()
+        raise self._error("reduce_scatter")
 
     def all_reduce(self, x: Tensor, op: str, out: Tensor | None = None) -> Tensor:
-        raise self._error()
+        raise self._error("all_reduce")
 
     def refused(self, op: str, error: Exception) -> Exception:
         assert self.meeting is not None

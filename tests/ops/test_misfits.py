@@ -40,6 +40,11 @@ def wrong_on_one(ops):
             lambda g: ops.matmul_reduce_scatter(x(6, 4).double(), x(5, 4), g),
             r"weight has dtype torch.float32, x has torch.float64",
         ),
+        "device": (
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4), g),
+            lambda g: ops.matmul_all_reduce(x(3, 4), x(5, 4).to("meta"), g),
+            r"weight is on meta, x on cpu",
+        ),
         "integers": (
             lambda g: ops.all_gather(x(6, 4), g),
             lambda g: ops.all_gather(torch.ones(6, 4, dtype=torch.int32), g),
@@ -305,6 +310,33 @@ def test_ranks_that_differ(world):
     results = run_ranks(raises_everywhere, world, different, True)
     assert all(texts == results[0] for texts in results), "all ranks read the same"
     assert len(results[0]) == 9 * len(KINDS)
+
+
+def elsewhere(rank):
+    """A device that the group does not serve, on one rank and on both (meta stands for CUDA)."""
+    from pyparallel import ops
+
+    (group,) = make_groups(rank, ("communicator",)).values()
+    mine = r"a Communicator moves CPU memory; for CUDA tensors pass a torch\.distributed Proc"
+    calls = (
+        lambda x, w: ops.matmul_all_reduce(x, w, group),
+        lambda x, w: ops.matmul_reduce_scatter(x, w, group),
+        lambda x, w: ops.all_gather_matmul(x, w, group),
+        lambda x, w: ops.all_reduce_rms_norm(x, x, w[0], 1e-5, group),
+    )
+    for call in calls:
+        for ranks in ((1,), (0, 1)):
+            away = rank.rank in ranks
+            device = "meta" if away else "cpu"
+            text = mine if away else r"rank 1 could not make its call.*a Communicator moves CPU"
+            with pytest.raises((NotImplementedError, ValueError), match=text):
+                call(torch.ones(4, 4, device=device), torch.ones(5, 4, device=device))
+            total = ops.all_reduce(torch.full((3,), rank.rank + 1.0), group)
+            assert total.tolist() == [3.0] * 3
+
+
+def test_tensors_of_a_device_that_the_group_does_not_serve():
+    run_ranks(elsewhere, 2)
 
 
 def bad_groups(rank):
