@@ -10,6 +10,7 @@ workspace with one M for all calls (NVIDIA/TransformerEngine 1303, 3564).
 import gc
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,7 +128,8 @@ def lives(rank):
         workspace = groups.seat_of(group).engine.host_path
         assert workspace.nbytes == 2 << 20, "3000 rows of 5 doubles fit what it begins with"
         wide = torch.ones((1 << 20) // 8 + 1, 1, dtype=torch.float64)  # one row more than fits
-        y = ops.matmul_all_reduce(wide, wide[:1], group, algorithm="symmetric")
+        y = torch.empty_like(wide) if life else None  # in the caller's memory as in its own
+        y = ops.matmul_all_reduce(wide, wide[:1], group, out=y, algorithm="symmetric")
         assert bool((y == world).all())
         assert workspace.nbytes == 4 << 20
         dist.destroy_process_group()
@@ -149,11 +151,16 @@ def test_lives_of_groups():
     run_ranks(lives, 2)
 
 
-def from_a_graph(rank):
-    """A compiled graph's first run is the first that a process hears of the group."""
-    import torch.distributed as dist
+def without_a_group(rank):
+    """A compiled graph's first run is the first that a process hears of the group.
 
-    import pyparallel.ops  # noqa: F401 - defines the ops
+    Then as another framework calls (docs/ops.md): arrays by DLPack, an id by its own transport.
+    """
+    import torch.distributed as dist
+    from torch.utils.dlpack import from_dlpack
+
+    from pyparallel import ops
+    from pyparallel.comm import Communicator
 
     dist.init_process_group(
         "pyparallel", store=rank.store(), rank=rank.rank, world_size=rank.world_size
@@ -163,6 +170,15 @@ def from_a_graph(rank):
     y = torch.ops.pyparallel.matmul_all_reduce(x, w, None, name, None)
     torch.testing.assert_close(y, rank.world_size * (x @ w.t()))
 
+    store = rank.store()
+    if rank.rank == 0:
+        store.set("id", Communicator.unique_id())
+    with Communicator.from_id(store.get("id"), rank.rank, rank.world_size) as group:
+        for array in (x.numpy(), x.numpy().T.copy().T):
+            z = ops.matmul_all_reduce(from_dlpack(array), from_dlpack(w.numpy()), group)
+            torch.testing.assert_close(z, y)
+            assert np.from_dlpack(z).ctypes.data == z.data_ptr()
 
-def test_a_group_is_found_by_name():
-    run_ranks(from_a_graph, 2)
+
+def test_a_group_is_found_by_name_or_id():
+    run_ranks(without_a_group, 2)
