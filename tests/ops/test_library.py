@@ -156,7 +156,11 @@ def compiled(rank):
 
     def small(x, norm, w_in, w_gate, w_out, bias, group):
         y = ops.all_gather_matmul(x * 2, w_in, group, bias=bias)
-        return ops.matmul_reduce_scatter(y.relu(), w_out, group), y
+        with torch.no_grad():  # what is cloned and then written stays apart: pytorch/pytorch 198031
+            kept = y.detach() * 2
+            a, b = kept.clone(), kept.clone()
+            ops.all_reduce_rms_norm_(a, b, bias.detach(), 1e-5, group)
+        return ops.matmul_reduce_scatter(y.relu(), w_out, group), y + a + 2 * b + 4 * kept
 
     generator = torch.Generator().manual_seed(7 + rank.rank)
     for kind, backend, function in (
