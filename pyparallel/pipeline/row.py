@@ -107,6 +107,8 @@ class Row:
         }
         # Stages whose wrapper reduces with a REDUCE, behind the messages that others wait for.
         self._reducing = {a.stage for a in plan.rows[rank] if a.kind is Kind.REDUCE}
+        # Of the other wrapped stages, those whose gradients are complete, with the last pass.
+        self._due: list[tuple[Stage, Action]] = []
         self._methods: dict[Kind, Callable[[Action, Any], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -123,8 +125,22 @@ class Row:
                 yield from self._meet(self, unit)
                 self.measured.append(Measured(unit.actions, start, start, self._stamp()))
             else:
+                self._reduce_due()
                 for action in unit.actions:
                     self._do(action)
+        self._reduce_due()
+
+    def _reduce_due(self) -> None:
+        """Behind the messages that follow the last gradient: a reduction waits for other replicas,
+        and these may wait for what this rank has failed to do."""
+        for stage, action in self._due:
+            if not self.failed:
+                try:
+                    stage.reduce()
+                except Exception as error:
+                    self.where = f"the reduction after {action}"
+                    self.fail(error)
+        self._due.clear()
 
     def fail(self, error: Exception | None) -> None:
         """From here on only messages go. None: another rank has the reason."""
@@ -188,7 +204,7 @@ class Row:
 
     def _after_gradient(self, stage: Stage, action: Action) -> None:
         if stage.complete and action.stage not in self._reducing:
-            stage.reduce()
+            self._due.append((stage, action))
 
     def _hand_on(self, action: Action, result: Any) -> None:
         """To the neighbouring stage where this rank holds it, else to where its send finds it."""

@@ -94,7 +94,7 @@ def test_graphs_alive_are_those_the_validator_counts(ranks):
 
 
 def test_two_steps_add_up_and_microbatches_may_change():
-    """Neither is the sum scaled again, nor are gradients zeroed, nor is m fixed."""
+    """training.md 26, 29: the sum is not scaled again, nor are gradients zeroed; m may change."""
     whole = model(2)
     executor = PipelineExecutor(stages(whole, 2), loss_fn)
     expected = {}

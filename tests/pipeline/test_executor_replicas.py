@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.pipeline import PipelineError, PipelineExecutor
-from pyparallel.schedule import with_steps
 from tests.launch import spawn_ranks
 from tests.pipeline.executor_models import data, given, loss_fn, model, own, plan_of, start
 from tests.pipeline.test_executor_wrapped import groups
@@ -25,7 +24,7 @@ def fails_in_one_replica(rank):
     """As under torchrun, a process whose step failed ends, and does not leave its groups first."""
     start(rank, "pyparallel")
     pipe, replicas = groups(rank)
-    plan = with_steps(plan_of("1f1b", 2, 3))
+    plan = plan_of("1f1b", 2, 3)
     index = rank.rank % 2
     stage = (Faulty if rank.rank == FAILING else nn.Sequential)(own(plan, index, model(2))[index])
     stage = DistributedDataParallel(stage, process_group=replicas)
@@ -49,7 +48,7 @@ def test_a_fault_is_raised_in_its_replica_and_its_end_in_the_other():
         left = time.monotonic()
         for r in (2, 3):
             text = ranks.next_report(r)
-            assert text.startswith("1f1b: rank 1: 1REDUCE: "), text
+            assert text.startswith("1f1b: rank 1: the reduction after 1B2: "), text
             assert "global ranks 1, 3" in text, text
             assert "died" in text, text
         assert time.monotonic() - left < 10

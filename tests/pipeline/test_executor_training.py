@@ -42,7 +42,7 @@ from tests.pipeline.executor_models import (
 
 
 def norms(rank):
-    """The norm over all stages is that of one process, copies counted once."""
+    """training.md 9: the norm over all stages is that of one process, copies counted once."""
     group = start(rank, "pyparallel")
     for name in ("1f1b", "zb-v", "dualpipe"):
         plan = with_steps(plan_of(name, 2, 2))

@@ -139,8 +139,8 @@ def refused(rank):
 
 
 def tied_and_sharded(rank, name):
-    """Two replicas of two stages that share a weight; each replica's optimizer has half of the
-    states. After three steps all four copies have the same bytes."""
+    """training.md 6: two replicas of two stages that share a weight; each replica's optimizer has
+    half of the states. After three steps all four copies have the same bytes."""
     start(rank, "pyparallel")
     pipe, replicas = groups(rank)
     plan = with_steps(plan_of(name, 2, MICROBATCHES))
