@@ -19,7 +19,7 @@ def test_a_published_result_is_verified_and_its_page_is_made_from_it(path: Path)
     found = read_json(path)
     assert found.ok
     assert found.rows
-    assert re.fullmatch(r"[a-z]+_[a-z0-9-]+_\d{4}-\d\d-\d\d", path.stem)
+    assert re.fullmatch(r"[a-z0-9-]+_[a-z0-9-]+_\d{4}-\d\d-\d\d", path.stem)
     assert result(path) in path.with_suffix(".md").read_text()
     assert path.stem in (DOCS / "performance.md").read_text()
 
