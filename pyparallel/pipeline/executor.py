@@ -45,7 +45,7 @@ class StepResult:
         measured: per row that runs in this process, its actions in order and their times, in
             seconds of this process's clock (on CUDA: of the stream that they ran on).
         span: from when all ranks had agreed on the step until this process had ended its rows, by
-            the same clock. REDUCE of copies, and STEP, come later.
+            the same clock; and each REDUCE, where the plan has any. STEP comes later.
     """
 
     loss: float | None
@@ -70,11 +70,11 @@ class PipelineExecutor:
             refused on all ranks (dry_run.py says what cannot be known). False: the run will tell.
         fixed_shapes: microbatches whose inputs have the same shapes have the same shapes between
             all stages; so a description of them travels once for each. False: with every message.
-        reduce: (stage number) is called for each REDUCE of a plan: the reduction over replicas.
-            Where several ranks of the pipeline hold the stage (DualPipe), their gradients have been
-            summed by then.
+        reduce: (stage number) is called for each REDUCE of a plan, after all ranks have ended their
+            passes well: the reduction over replicas. Where several ranks of the pipeline hold the
+            stage (DualPipe), their gradients have been summed by then.
         optimizer_step: (stage number) is called for each STEP, after all ranks have ended their
-            passes well.
+            reductions well.
 
     Attributes:
         stages, group: as given.
@@ -164,13 +164,11 @@ class PipelineExecutor:
         job, ready = self._agree(plan, request)
         with_loss = request.training or request.targets is not None
         for number, worker in self._workers.items():
-            here = self._ranks(plan)
-            passing = sum(plan.placement[number, m] in here for m in range(plan.microbatches))
-            worker.begin(passing, request.training)
+            worker.begin(request.training)
             last = number == job.plan.stages - 1
             worker.loss = self._loss if last and with_loss else None
         rows = [
-            Row(rank, job, self._workers, self._clock, self._transport.meet, self._reduce)
+            Row(rank, job, self._workers, self._clock, self._transport.meet)
             for rank in self._ranks(plan)
         ]
         # The two halves of a backward are found in the graph that autograd itself has made.
@@ -180,8 +178,12 @@ class PipelineExecutor:
             _together([row.run(ready.units[row.rank]) for row in rows])
         self._transport.finish()
         end = self._clock.stamp()
-        loss = self._all_ended(job, rows)
-        self._at_end(job, rows)
+        loss, reducing, stepping = self._all_ended(job, rows)
+        if reducing:
+            self._reduce_stages(job, rows, end)
+            end = self._clock.stamp() if any(row.at_end for row in rows) else end
+        if stepping:
+            self._step_stages(job, rows)
         self._clock.settle()
         seconds = self._clock.seconds
         measured = {
@@ -285,27 +287,38 @@ class PipelineExecutor:
         if misfits:
             raise ValueError(f"{plan.name}: {'; '.join(misfits)}")
 
-    def _all_ended(self, job: Job, rows: list[Row]) -> float | None:
-        """The loss, once all ranks have ended well."""
+    def _all_ended(self, job: Job, rows: list[Row]) -> tuple[float | None, bool, bool]:
+        """The loss, once all ranks have ended their passes well; whether any reduces, and steps."""
         failed = any(row.failed for row in rows)
         part = 0.0
         if not failed:
             part = sum(float(loss) * job.factors[m] for m, loss in sorted(job.losses.items()))
-        own = [int(failed), int(bool(job.losses)), *struct.unpack("q", struct.pack("d", part))]
-        every = self.agreement.numbers(own)
+        kinds = {action.kind for row in rows for action in row.at_end}
+        wrapped = job.training and any(worker.wrapped for worker in self._workers.values())
+        own = [int(bool(job.losses)), *struct.unpack("q", struct.pack("d", part))]
+        own += [int(wrapped or Kind.REDUCE in kinds), int(Kind.STEP in kinds)]
+        errors = [(row.where, row.error) for row in rows if row.error is not None]
+        every = self._well(job, failed, errors, own)
+        loss = None
+        if any(numbers[0] for numbers in every):
+            loss = sum(float(*struct.unpack("d", struct.pack("q", n[1]))) for n in every)
+        return loss, any(numbers[2] for numbers in every), any(numbers[3] for numbers in every)
+
+    def _well(
+        self, job: Job, failed: bool, errors: list[tuple[str, Exception]], own: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """`own` of all ranks, once all have come here; raises where any has failed. Collective."""
+        every = self.agreement.numbers([int(failed), *own])
         if any(numbers[0] for numbers in every):
             for worker in self._workers.values():
                 worker.clear()
-            errors = [(row.where, row.error) for row in rows if row.error is not None]
             text = "; ".join(f"{w}: {type(e).__name__}: {e}" for w, e in errors)
             texts = self.agreement.texts(text)
             if self.group is not None:
                 texts = [f"rank {r}: {t}" for r, t in enumerate(texts) if t]
             cause = errors[0][1] if errors else None
             raise PipelineError(f"{job.plan.name}: {'; '.join(texts)}") from cause
-        if not any(numbers[1] for numbers in every):
-            return None
-        return sum(float(*struct.unpack("d", struct.pack("q", numbers[2]))) for numbers in every)
+        return [numbers[1:] for numbers in every]
 
     def _reasons(self, error: ValueError | None) -> str:
         texts = self.agreement.texts("" if error is None else str(error))
@@ -313,20 +326,41 @@ class PipelineExecutor:
             return texts[0]
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
-    def _at_end(self, job: Job, rows: list[Row]) -> None:
-        """Reductions of copies, then optimizer steps: of each stage here once."""
-        actions = dict.fromkeys((a.kind, a.stage) for row in rows for a in row.at_end)
-        for kind, stage in sorted(actions, key=lambda item: item[1]):
-            if kind is not Kind.REDUCE:
-                continue
-            if self.group is not None:
+    def _reduce_stages(self, job: Job, rows: list[Row], asked: Any) -> None:
+        """Over replicas and copies, of each stage here once. Collective, of replicas too."""
+        planned = {a.stage: (row, a) for row in rows for a in row.at_end if a.kind is Kind.REDUCE}
+        errors: list[tuple[str, Exception]] = []
+        for stage, worker in sorted(self._workers.items()):
+            try:
+                start = self._clock.stamp()
+                worker.reduce()
+                if stage not in planned:
+                    continue
                 holders = [r for r, held in enumerate(job.plan.held) if stage in held]
-                sum_copies(self.stages[stage], holders, self.group)
-            if self._reduce is not None:
-                self._reduce(stage)
-        for kind, stage in actions:
-            if kind is Kind.STEP and self._optimizer_step is not None:
-                self._optimizer_step(stage)
+                if self.group is not None and len(holders) > 1:
+                    sum_copies(self.stages[stage], holders, self.group)
+                if self._reduce is not None:
+                    self._reduce(stage)
+                row, action = planned[stage]
+                end = self._clock.stamp()
+                row.measured.append(Measured((action,), asked, start, end))
+                asked = end
+            except Exception as error:  # whatever a wrapper or a callback raises
+                errors.append((f"the reduction of stage {stage}", error))
+                break
+        self._well(job, bool(errors), errors)
+
+    def _step_stages(self, job: Job, rows: list[Row]) -> None:
+        errors: list[tuple[str, Exception]] = []
+        steps = dict.fromkeys(a.stage for row in rows for a in row.at_end if a.kind is Kind.STEP)
+        for stage in steps:
+            try:
+                if self._optimizer_step is not None:
+                    self._optimizer_step(stage)
+            except Exception as error:
+                errors.append((f"the optimizer step of stage {stage}", error))
+                break
+        self._well(job, bool(errors), errors)
 
 
 def _together(running: "list[Iterator[None]]") -> None:

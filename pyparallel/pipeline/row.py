@@ -78,7 +78,10 @@ class Row:
     Args:
         clock: what tells when actions run.
         meet: what carries out a meeting; it yields where it has to let other rows go on.
-        reduce: (stage) is called for each REDUCE of a stage that no other rank holds.
+
+    Attributes:
+        at_end: REDUCE and STEP, in the row's order. They wait for other replicas and may not be
+            done over what another rank failed to compute: that is known when all passes have ended.
     """
 
     def __init__(
@@ -88,10 +91,9 @@ class Row:
         stages: Mapping[int, Stage],
         clock: Clock,
         meet: "Callable[[Row, Unit], Iterator[None]]",
-        reduce: Callable[[int], None] | None,
     ) -> None:
         self.rank, self.job, self.stages = rank, job, stages
-        self._meet, self._reduce = meet, reduce
+        self._meet = meet
         self._stamp = clock.stamp
         self.inbox: dict[Key, Callable[[], Any]] = {}  # called, it waits for the message
         self.outbox: dict[Key, Any] = {}
@@ -101,21 +103,11 @@ class Row:
         self.failed = False
         self.measured: list[Measured] = []
         self.at_end: list[Action] = []
-        plan = job.plan
-        self._copied = {
-            stage for stage in plan.held[rank] if sum(stage in held for held in plan.held) > 1
-        }
-        # Stages whose wrapper reduces with a REDUCE, behind the messages that others wait for.
-        self._reducing = {a.stage for a in plan.rows[rank] if a.kind is Kind.REDUCE}
-        # Of the other wrapped stages, those whose gradients are complete, with the last pass.
-        self._due: list[tuple[Stage, Action]] = []
         self._methods: dict[Kind, Callable[[Action, Any], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.REDUCE: self._reduce_chunk,
-            Kind.STEP: self._step_chunk,
         }
 
     def run(self, units: tuple[Unit, ...]) -> Iterator[None]:
@@ -125,22 +117,11 @@ class Row:
                 yield from self._meet(self, unit)
                 self.measured.append(Measured(unit.actions, start, start, self._stamp()))
             else:
-                self._reduce_due()
                 for action in unit.actions:
-                    self._do(action)
-        self._reduce_due()
-
-    def _reduce_due(self) -> None:
-        """Behind the messages that follow the last gradient: a reduction waits for other replicas,
-        and these may wait for what this rank has failed to do."""
-        for stage, action in self._due:
-            if not self.failed:
-                try:
-                    stage.reduce()
-                except Exception as error:
-                    self.where = f"the reduction after {action}"
-                    self.fail(error)
-        self._due.clear()
+                    if action.kind.is_of_a_microbatch:
+                        self._do(action)
+                    else:
+                        self.at_end.append(action)
 
     def fail(self, error: Exception | None) -> None:
         """From here on only messages go. None: another rank has the reason."""
@@ -191,20 +172,13 @@ class Row:
     def _backward(self, action: Action, gradients: list[Tensor] | None) -> None:
         stage = self.stages[action.stage]
         self._hand_on(action, stage.backward(action.microbatch, gradients or []))
-        self._after_gradient(stage, action)
 
     def _backward_input(self, action: Action, gradients: list[Tensor] | None) -> None:
         stage = self.stages[action.stage]
         self._hand_on(action, stage.backward_input(action.microbatch, gradients or []))
 
     def _backward_weight(self, action: Action, _: Any) -> None:
-        stage = self.stages[action.stage]
-        stage.backward_weight(action.microbatch)
-        self._after_gradient(stage, action)
-
-    def _after_gradient(self, stage: Stage, action: Action) -> None:
-        if stage.complete and action.stage not in self._reducing:
-            self._due.append((stage, action))
+        self.stages[action.stage].backward_weight(action.microbatch)
 
     def _hand_on(self, action: Action, result: Any) -> None:
         """To the neighbouring stage where this rank holds it, else to where its send finds it."""
@@ -217,16 +191,3 @@ class Row:
             self.inbox[key] = lambda: result
         else:
             self.outbox[key] = result
-
-    def _reduce_chunk(self, action: Action, _: Any) -> None:
-        """Of copies the gradients are summed first, which waits for the end of all passes."""
-        self.stages[action.stage].reduce()
-        if action.stage in self._copied:
-            self.at_end.append(action)
-        elif self._reduce is not None:
-            self._reduce(action.stage)
-
-    def _step_chunk(self, action: Action, _: Any) -> None:
-        """An optimizer must not step on what another rank failed to compute: that is known only
-        when all passes have ended."""
-        self.at_end.append(action)

@@ -60,27 +60,22 @@ class Stage:
     def __init__(self, module: nn.Module, loss: Loss | None) -> None:
         self.module, self.loss = module, loss
         self._wrapping = wrapping_of(module)
-        self._left, self._reduced = 0, False
         self._kept: dict[int, _Kept] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
 
-    def begin(self, microbatches: int, training: bool) -> None:
-        """A step in which so many microbatches pass here."""
+    def begin(self, training: bool) -> None:
+        """Before a step's first pass. A meeting of the stage's replicas, where it is wrapped."""
         self.clear()
-        self._left = microbatches if training else 0
-        self._reduced = False
         self._wrapping.begin(training)
 
-    def reduce(self) -> None:
-        """The wrapper's reduction over replicas, once the gradients are complete: once per step."""
-        if self.complete and not self._reduced:
-            self._reduced = True
-            self._wrapping.finish()
-
     @property
-    def complete(self) -> bool:
-        """All microbatches' gradients are there."""
-        return self._left == 0
+    def wrapped(self) -> bool:
+        """Its wrapper reduces over replicas."""
+        return self._wrapping.reduces
+
+    def reduce(self) -> None:
+        """The wrapper's reduction, after a step's last pass. A meeting of the stage's replicas."""
+        self._wrapping.finish()
 
     def clear(self) -> None:
         """Forgets microbatches that a failure has left behind."""
@@ -139,7 +134,6 @@ class Stage:
         if kept.outputs:
             with adding():
                 accumulate(kept.outputs, kept.seeds or gradients)
-        self._left -= 1
         return [_or_zeros(tensor.grad, tensor) for tensor in kept.inputs]
 
     def backward_input(self, microbatch: int, gradients: list[Tensor]) -> list[Tensor]:
@@ -151,7 +145,6 @@ class Stage:
 
     def backward_weight(self, microbatch: int) -> None:
         self._weight_halves.pop(microbatch).run()
-        self._left -= 1
 
 
 def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:

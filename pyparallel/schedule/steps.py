@@ -1,5 +1,4 @@
-"""The pass that inserts what ends a step: gradients reduced as soon as they are complete, then
-the optimizer."""
+"""The pass that inserts what ends a step: gradients reduced, then the optimizer."""
 
 from dataclasses import replace
 
@@ -11,8 +10,8 @@ __all__ = ["with_steps"]
 
 
 def with_steps(schedule: Schedule) -> Schedule:
-    """The schedule with a REDUCE per chunk, after its last weight gradient (and the sends that
-    follow it, which others wait for), and a STEP per chunk at the end of each row.
+    """The schedule with a REDUCE per chunk and then a STEP per chunk at the end of each row: a
+    reduction waits for other replicas, so it comes behind all passes and messages of its own.
 
     REDUCE stands for the data-parallel reduction and, where a stage is held by two ranks
     (DualPipe), for the sum of their gradients.
@@ -26,17 +25,7 @@ def with_steps(schedule: Schedule) -> Schedule:
         )
     rows = []
     for rank, (row, held) in enumerate(zip(schedule.rows, schedule.held, strict=True)):
-        last = {a.stage: i for i, a in enumerate(row) if a.kind.gives_weight_gradient}
-        after: dict[int, list[Action]] = {}
-        for chunk, stage in enumerate(held):
-            position = last.get(
-                stage, len(row) - 1
-            )  # a stage that no microbatch came by: at the end
-            while position + 1 < len(row) and row[position + 1].kind.is_send:
-                position += 1
-            reduce = Action(rank, Kind.REDUCE, stage, NO_MICROBATCH, chunk)
-            after.setdefault(position, []).append(reduce)
+        reductions = [Action(rank, Kind.REDUCE, s, NO_MICROBATCH, c) for c, s in enumerate(held)]
         steps = [Action(rank, Kind.STEP, s, NO_MICROBATCH, c) for c, s in enumerate(held)]
-        body = [a for i, action in enumerate(row) for a in (action, *after.get(i, ()))]
-        rows.append((*body, *steps))
+        rows.append((*row, *reductions, *steps))
     return replace(schedule, rows=tuple(rows))

@@ -139,7 +139,7 @@ def profiled(rank, name):
     for s in range(plan.stages):
         assert costs.forward[s] >= SLEEPS[s][0]
         assert costs.backward[s] >= SLEEPS[s][1]
-        assert costs.reduce[s] >= 0.003
+        assert costs.reduce[s] >= 0.003, (s, costs.reduce)
     assert 0.9 <= result.ratio <= 1.1, str(result)
     assert len(result.ratios) == 5
     busy = max(simulate(plan, costs).busy)
