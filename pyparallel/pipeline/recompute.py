@@ -147,8 +147,9 @@ def _keep(tensors: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
     if not tensors:
         return tuple
     anchor = torch.empty(0, requires_grad=True)
-    node: Any = _Kept.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
-    return lambda: node.saved_tensors
+    # In torch 2.9 an operation that is held forgets its tensors with its result: that is held.
+    result: Any = _Kept.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+    return lambda: result.grad_fn.saved_tensors
 
 
 def _first_difference(before: list[Any], after: list[Any]) -> str:
