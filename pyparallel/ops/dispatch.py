@@ -7,7 +7,8 @@
 
 Whatever raises before an op runs is told to the other ranks by `refused`, types too: a rank that
 passes 5 for a weight keeps nobody waiting. What raises later is an op's own affair. A traced call
-(torch.compile) goes to the library at once; its fake makes the checks.
+(torch.compile) goes to the library at once; its fake makes the checks. Tensors on meta have shapes
+alone: nothing is sent, but ranks meet, since those with numbers would wait for the others' data.
 """
 
 import functools
@@ -21,7 +22,7 @@ from torch import Tensor
 from pyparallel.comm.announced import Method
 from pyparallel.errors import InvalidArgument
 from pyparallel.ops.groups import MOST_PLANS, Seat, group_name, key_of, seat_of
-from pyparallel.ops.library import is_direct, library_op
+from pyparallel.ops.library import is_direct, is_real, library_op
 from pyparallel.ops.outputs import check_like, check_written, listed, put
 
 __all__ = ["Operation", "announced", "invoke", "told"]
@@ -60,11 +61,15 @@ def invoke(op: Operation, group: Any, prepare: Prepare, out: Any = None) -> Any:
         outs = None if out is None else listed(out)
         if outs is not None:
             _check_out(op, args, out, outs)
-        direct = is_direct(*_flat(args), *(outs or ())) or op.writes
+        tensors = _flat(args)
+        shapes_alone = bool(tensors) and tensors[0].is_meta and is_real(tensors[0])
+        direct = not shapes_alone and (is_direct(*tensors, *(outs or ())) or op.writes)
         if not direct:
             _check_once(op, seat, args)
     except Exception as error:
         raise seat.refused(op.shown or op.name, error) from None
+    if shapes_alone:
+        seat.meet(f"{op.name} of tensors on meta")
     if not direct:
         return _through_library(op, _with_name(args, seat), out)
     if outs is None:

@@ -150,7 +150,7 @@ class Unserved:
 
     def _error(self, op: str) -> Exception:
         """Told to the other ranks, whose tensors may be where they should."""
-        error = Unsupported(
+        error = InvalidArgument(
             f"group {self._name}: a Communicator moves CPU memory; for CUDA tensors pass a "
             "torch.distributed ProcessGroup that serves them, or algorithm= of a fused kernel"
         )

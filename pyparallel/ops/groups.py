@@ -120,6 +120,12 @@ class Seat:
             raise self.refused(op, error) from None
         return choice.algorithm
 
+    def meet(self, note: str) -> None:
+        """Waits for all ranks to come here with this note; raises on all where one does not."""
+        if self.engine.meeting is not None:
+            self.engine.note(note)
+            self.engine.meeting.barrier()
+
     def refused(self, op: str, error: Exception) -> Exception:
         """Tells the other ranks, so that they raise and do not wait; gives what to raise here."""
         return self.engine.refused(op, error)

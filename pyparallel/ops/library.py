@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from pyparallel.comm.products import times_weight
 from pyparallel.errors import Unsupported
 
-__all__ = ["define", "is_direct", "library_op", "matmul", "rows_of"]
+__all__ = ["define", "is_direct", "is_real", "library_op", "matmul", "rows_of"]
 
 _LIBRARY = torch.library.Library("pyparallel", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -64,6 +64,11 @@ def is_direct(*tensors: Any) -> bool:
         if type(x) not in _PLAIN or (grad and x.requires_grad):
             return False
     return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def is_real(x: Tensor) -> bool:
+    """Whether it is what it says, on its device: no fake, no subclass, nothing traced."""
+    return type(x) in _PLAIN and not torch._C._len_torch_dispatch_stack()
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

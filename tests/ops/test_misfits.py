@@ -312,31 +312,68 @@ def test_ranks_that_differ(world):
     assert len(results[0]) == 9 * len(KINDS)
 
 
+CALLS = {
+    "matmul_all_reduce": lambda ops, x, w, g: ops.matmul_all_reduce(x, w, g),
+    "matmul_reduce_scatter": lambda ops, x, w, g: ops.matmul_reduce_scatter(x, w, g),
+    "all_gather_matmul": lambda ops, x, w, g: ops.all_gather_matmul(x, w, g),
+    "all_reduce_rms_norm": lambda ops, x, w, g: ops.all_reduce_rms_norm(x, x, w[0], 1e-5, g),
+    "all_reduce": lambda ops, x, w, g: ops.all_reduce(x, g),
+    "all_reduce_": lambda ops, x, w, g: ops.all_reduce_(x.detach().clone(), g),
+    "all_gather": lambda ops, x, w, g: ops.all_gather(x, g),
+    "reduce_scatter": lambda ops, x, w, g: ops.reduce_scatter(x, g),
+}
+
+
 def elsewhere(rank):
-    """A device that the group does not serve, on one rank and on both (meta stands for CUDA)."""
+    """A device that the group does not serve (what CUDA tensors get), on one rank and on both."""
     from pyparallel import ops
+    from pyparallel.ops.groups import seat_of
 
     (group,) = make_groups(rank, ("communicator",)).values()
+    seat = seat_of(group)
     mine = r"a Communicator moves CPU memory; for CUDA tensors pass a torch\.distributed Proc"
-    calls = (
-        lambda x, w: ops.matmul_all_reduce(x, w, group),
-        lambda x, w: ops.matmul_reduce_scatter(x, w, group),
-        lambda x, w: ops.all_gather_matmul(x, w, group),
-        lambda x, w: ops.all_reduce_rms_norm(x, x, w[0], 1e-5, group),
-    )
-    for call in calls:
+    for name in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul", "all_reduce"):
         for ranks in ((1,), (0, 1)):
             away = rank.rank in ranks
-            device = "meta" if away else "cpu"
             text = mine if away else r"rank 1 could not make its call.*a Communicator moves CPU"
-            with pytest.raises((NotImplementedError, ValueError), match=text):
-                call(torch.ones(4, 4, device=device), torch.ones(5, 4, device=device))
+            seat.engine_of = lambda x, away=away: seat._device_engine if away else seat.engine
+            with pytest.raises(ValueError, match=text):
+                CALLS[name](ops, torch.ones(4, 4), torch.ones(5, 4), group)
+            del seat.engine_of
             total = ops.all_reduce(torch.full((3,), rank.rank + 1.0), group)
             assert total.tolist() == [3.0] * 3
 
 
 def test_tensors_of_a_device_that_the_group_does_not_serve():
     run_ranks(elsewhere, 2)
+
+
+def shapes_alone(rank):
+    """Operands on meta: on all ranks the result is too, and nothing is sent; on one, all raise."""
+    from pyparallel import ops
+
+    for kind, group in make_groups(rank).items():
+        for name, call in CALLS.items():
+            for grad in (False, True):
+                real = torch.ones(4, 4, requires_grad=grad), torch.ones(5, 4)
+                bare = [torch.ones_like(x, device="meta", requires_grad=grad) for x in real]
+                wanted = call(ops, *real, group)
+                found = call(ops, *bare, group)
+                if wanted is not None and name != "all_reduce_":
+                    for a, b in zip(several(found), several(wanted), strict=True):
+                        assert (a.device.type, a.shape) == ("meta", b.shape), (kind, name)
+                with pytest.raises((ValueError, RuntimeError), match=r"rank"):
+                    call(ops, *(bare if rank.rank else real), group)
+                total = ops.all_reduce(torch.full((3,), rank.rank + 1.0), group)
+                assert total.tolist() == [3.0] * 3
+
+
+def several(result):
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def test_tensors_without_numbers():
+    run_ranks(shapes_alone, 2)
 
 
 def bad_groups(rank):
