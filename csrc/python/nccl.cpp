@@ -143,7 +143,9 @@ void register_options(py::module_& m) {
 
 void register_nccl(py::module_& parent) {
   py::module_ m = parent.def_submodule("nccl", "NCCL found at run time.");
-  py::register_exception_translator(&translate);
+  // Of this module: where torch has the same pybind11 (2.14), _torch's translator, which knows no
+  // classes below NcclError, would be asked first.
+  py::register_local_exception_translator(&translate);
   m.def("set_error_classes", &set_error_classes);
   m.def("use_driver", &nccl::use_driver, py::arg("library"), "Takes a stand-in for libcuda.so.1.");
   m.def("dlpack", &describe_dlpack, py::arg("capsule"));
