@@ -145,9 +145,10 @@ def _blocks(x: torch.Tensor, rows: int) -> Any:
 def _roles() -> Any:
     """The kernel's module; None where this Triton lacks what it is written in."""
     try:
-        return importlib.import_module(f"{__package__}.flash_attention_roles")
+        found = importlib.import_module(f"{__package__}.flash_attention_roles")
     except ImportError:
         return None
+    return found if hasattr(found.mbarrier, "allocate_mbarrier") else None  # 3.5 has the rest
 
 
 def _arch(q: torch.Tensor) -> int:

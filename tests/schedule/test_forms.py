@@ -142,7 +142,7 @@ def test_torch_loads_lowers_and_dumps_it(tmp_path):
     """Ours -> torch's loader and lowering -> ours: the same passes, and torch's communication is
     right by our validator. Then with our communication -> torch -> ours: equal."""
     for schedule in every(ranks=(2, 4), microbatches=(8,)):
-        if schedule.name == "dualpipe":
+        if schedule.name == "dualpipe" or (schedule.name == "dualpipev" and not _torch_has_pairs()):
             continue
         path, dumped = tmp_path / "in.csv", tmp_path / "out.csv"
         runtime = _runtime(schedule, 8)
@@ -163,9 +163,16 @@ def test_torch_loads_lowers_and_dumps_it(tmp_path):
         assert loads(dumped.read_text(), "torch").rows == plan.rows
 
 
+def _torch_has_pairs():
+    """torch 2.9 writes neither passes that run together nor its own schedules in this form."""
+    theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
+    return issubclass(theirs.ScheduleZBVZeroBubble, theirs._PipelineScheduleRuntime)
+
+
 def test_torch_s_own_schedules_are_read_and_proved(tmp_path):
-    pytest.importorskip("torch")
-    from torch.distributed.pipelining import schedules as theirs
+    theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
+    if not _torch_has_pairs():
+        pytest.skip("this torch does not write its own schedules in the form that is read here")
 
     for name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV", "ScheduleInterleaved1F1B"):
         v_shaped = name != "ScheduleInterleaved1F1B"
