@@ -10,11 +10,12 @@
 # Environment, build and a copy of the working tree are kept in build/versions/NAME, so that a second run
 # installs nothing and compiles only what changed. transformers and the linters are not installed: tests
 # that need those are skipped. Known with Triton 3.5: its interpreter takes the strides of descriptors,
-# which are counted in elements, for bytes (7 tests of odd sizes), and one attention for sm_90 spills. For CPU builds of torch set PIP_EXTRA_INDEX_URL as for make.
+# which are counted in elements, for bytes (7 tests of odd sizes), and one attention for sm_90 spills.
+# For CPU builds of torch set PIP_EXTRA_INDEX_URL as for make.
 set -euo pipefail
 
 if [ $# -lt 3 ]; then
-  sed -n '2,14s/^# \{0,1\}//p' "$0"
+  sed -n '2,15s/^# \{0,1\}//p' "$0"
   exit 2
 fi
 python=$1 torch=$2 triton=$3
