@@ -4,6 +4,7 @@ behind each number."""
 from collections.abc import Iterator
 
 from pyparallel.planner.clusters import GIB
+from pyparallel.planner.errors import in_microbatches
 from pyparallel.planner.flops import CONVENTIONS
 from pyparallel.planner.kernels import running
 from pyparallel.planner.layout import Job, Layout
@@ -22,7 +23,7 @@ def describe(plan: Plan) -> Iterator[str]:
     """One plan in words: memory of every stage, the step by parts, all conventions of MFU."""
     job, layout, memory, time = plan.job, plan.layout, plan.memory, plan.time
     m = layout.microbatches(job)
-    yield f"{layout.label}; {m} microbatches of {layout.micro_batch} x {job.seq} tokens"
+    yield f"{layout.label}; {in_microbatches(m)} of {layout.micro_batch} x {job.seq} tokens"
     yield ""
     yield from memory_table(plan)
     if memory.host_bytes:

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["MOST_DEVICES", "PlanError", "named", "nearest_names", "shown"]
+__all__ = ["MOST_DEVICES", "PlanError", "in_microbatches", "named", "nearest_names", "shown"]
 
 MOST_DEVICES = 1 << 24  # more than were ever built into one cluster; their divisors take no time
 _LONGEST = 80  # characters of a value in a message
@@ -28,3 +28,8 @@ def shown(value: object) -> str:
 def named(text: str) -> str:
     """A key or a value for a message, cut where it is long: files may hold anything."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+
+
+def in_microbatches(m: int) -> str:
+    """For texts: "1 microbatch", "8 microbatches"."""
+    return f"{m} microbatch" if m == 1 else f"{m} microbatches"

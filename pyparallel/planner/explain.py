@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pyparallel.planner.clusters import ClusterSpec
 from pyparallel.planner.describe import gib
+from pyparallel.planner.errors import in_microbatches
 from pyparallel.planner.evaluate import evaluate
 from pyparallel.planner.layout import Job, Layout
 from pyparallel.planner.memory import memory_report, state_bytes
@@ -168,8 +169,8 @@ def _rest(job: Job, devices: int, best: Layout) -> Step:
     m = best.microbatches(job)
     text = (
         f"{devices} / (tp {best.tp} x pp {best.pp} x cp {best.cp}) = dp {best.dp}; "
-        f"{job.global_batch} sequences / (dp {best.dp} x micro batch {best.micro_batch}) = {m} "
-        "microbatches"
+        f"{job.global_batch} sequences / (dp {best.dp} x micro batch {best.micro_batch}) = "
+        f"{in_microbatches(m)}"
     )
     then = "no pipeline, so no bubble"
     if best.pp > 1:

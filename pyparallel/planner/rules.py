@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pyparallel.planner.clusters import ClusterSpec
-from pyparallel.planner.errors import MOST_DEVICES, PlanError, shown
+from pyparallel.planner.errors import MOST_DEVICES, PlanError, in_microbatches, shown
 from pyparallel.planner.layout import CP_KINDS, OFFLOADS, RECOMPUTES, Job, Layout
 from pyparallel.schedule import FAMILIES
 
@@ -241,8 +241,9 @@ def _batch(job: Job, layout: Layout) -> Iterator[Violation]:
     if layout.pp > 1 and m < layout.pp and layout.schedule != "gpipe":
         yield Violation(
             "microbatches",
-            f"m = {total} / ({b} x {d}) = {m} microbatches for pp {layout.pp}: the pipeline never "
-            f"fills; nearest pp {m}, or a global batch of {b * d * layout.pp}, or schedule gpipe",
+            f"m = {total} / ({b} x {d}) = {in_microbatches(m)} for pp {layout.pp}: the "
+            f"pipeline never fills; nearest pp {m}, or a global batch of "
+            f"{b * d * layout.pp}, or schedule gpipe",
         )
     if layout.group_size:
         if layout.schedule != "interleaved-1f1b":

@@ -14,6 +14,7 @@ from pyparallel.planner.errors import MOST_DEVICES, PlanError, shown
 from pyparallel.planner.evaluate import evaluate
 from pyparallel.planner.flops import step_flops
 from pyparallel.planner.layout import Job, Layout
+from pyparallel.planner.mends import mends
 from pyparallel.planner.quick import Estimate, Estimator
 from pyparallel.planner.report import Plan, Rejected
 from pyparallel.planner.rules import violations
@@ -36,6 +37,7 @@ class SearchResult:
         rejected: every layout that was looked at and cannot be used, with the reason that binds.
         considered: how many layouts were looked at.
         seconds: what the search took.
+        space: what could be chosen.
     """
 
     job: Job
@@ -48,13 +50,14 @@ class SearchResult:
     rejected: tuple[Rejected, ...]
     considered: int
     seconds: float
+    space: Space
 
     @property
     def best(self) -> Plan:
         """The best plan.
 
         Raises:
-            PlanError: nothing fits; the layout that came nearest is named.
+            PlanError: nothing fits; the layout that came nearest is named, and what would fit.
         """
         if not self.plans:
             raise PlanError(nothing_fits(self))
@@ -76,6 +79,7 @@ class SearchResult:
             ],
             "rejected_by_rule": by_rule(self.rejected),
             "rejected": [r.to_json() for r in self.rejected[:rejected]],
+            "mends": mends(self, search),
             "seconds": self.seconds,
         }
 
@@ -100,7 +104,9 @@ def nothing_fits(result: SearchResult) -> str:
     near = [r for r in result.rejected if "over" in r.numbers]
     if near:
         nearest = min(near, key=lambda r: r.numbers["over"])
-        return f"{text}; nearest: {nearest.layout.label}: {nearest.reason}"
+        text = f"{text}; nearest: {nearest.layout.label}: {nearest.reason}"
+        would = mends(result, search)
+        return f"{text}; what would fit: {', or '.join(would)}" if would else text
     if result.rejected:
         first = result.rejected[0]
         counts = ", ".join(f"{rule} {n}" for rule, n in by_rule(result.rejected).items())
@@ -177,6 +183,7 @@ def search(
         tuple(rejected),
         considered,
         perf_counter() - started,
+        space,
     )
 
 

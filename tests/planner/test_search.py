@@ -216,6 +216,28 @@ def test_what_does_not_fit_goes_to_the_host_or_says_what_came_nearest():
         _ = none.best
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu", "devices", "seq", "wanted"),
+    [
+        ("llama-3-70b", "a100-40", 8, 8192, {"gpus", "memory"}),
+        ("llama-3.1-405b", "a100-80", 8, 8192, {"gpus"}),  # a larger device: the host has no room
+        ("llama-3-8b", "l40s", 2, 65536, {"gpus", "memory", "seq"}),
+    ],
+)
+def test_what_would_fit_does(model, gpu, devices, seq, wanted):
+    job, cluster = Job(preset(model), seq, 8), CLUSTERS[gpu]
+    found = search(job, cluster, devices).to_json()["mends"]
+    mends = {text.split()[0].removeprefix("--"): int(text.split()[1]) for text in found}
+    assert set(mends) == wanted, found
+    assert search(job, cluster, mends["gpus"]).plans
+    if "memory" in mends:
+        larger = replace(cluster, gpu=replace(cluster.gpu, memory_gib=mends["memory"]))
+        assert search(job, larger, devices).plans
+    if "seq" in mends:
+        assert search(replace(job, seq=mends["seq"]), cluster, devices).plans
+    assert search(Job(preset("llama-3-8b"), 8192, 8), A100, 8).to_json()["mends"] == []
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "looped-bfs"])
 def test_any_schedule_can_be_asked_for(schedule):
     """Where the schedule object alone says what is kept, an estimate is not below it. Its time is
