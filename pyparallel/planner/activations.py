@@ -131,7 +131,7 @@ def weight_gradients(job: Job, layout: Layout, layer: int) -> float:
 
 def layer_transient(job: Job, layout: Layout, layer: int) -> float:
     """Bytes that live inside the backward of one layer: gradients of the MLP's intermediates, and
-    with full recompute the whole layer's activations."""
+    what is computed again: the whole layer's activations, or attention's scores (selective)."""
     model = job.model
     wide = 3 if model.gated else 2
     width = model.ffn
@@ -139,7 +139,9 @@ def layer_transient(job: Job, layout: Layout, layer: int) -> float:
         width = model.experts.active * model.experts.ffn + model.experts.shared_ffn
     tokens = local_tokens(job, layout)
     gradients = job.bytes.activation * wide * width / layout.tp * tokens
-    again = 0.0
+    again, kept_whole = 0.0, layout.with_(recompute="none")
     if layout.recompute in ("op", "full"):
-        again = kept_bytes(job, layout.with_(recompute="none"), layer)
+        again = kept_bytes(job, kept_whole, layer)
+    elif layout.recompute == "selective":
+        again = (_attention_core(job, kept_whole) - _attention_core(job, layout)) * tokens
     return gradients + again

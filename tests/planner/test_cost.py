@@ -300,3 +300,13 @@ def test_crossing_the_node_costs_tensor_parallelism_more_than_pipelines():
     )
     assert 0.25 < tensor < 0.6
     assert pipeline < tensor
+
+
+def test_parts_add_up_where_rounds_are_added():
+    """1024 microbatches over three ranks: too many actions to simulate, and a last round that is
+    not full. No step is shorter than the passes of its slowest rank."""
+    job = Job(preset("qwen2.5-32b"), 32768, 1024)
+    layout = Layout(tp=2, pp=3, cp=4, recompute="selective", schedule="interleaved-1f1b", chunks=2)
+    time = evaluate(job, CLUSTERS["v100-32"], layout).time
+    assert time.bubble >= 0
+    assert sum(time.parts.values()) == pytest.approx(time.step, rel=1e-9)

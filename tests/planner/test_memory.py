@@ -122,7 +122,7 @@ def test_the_first_stage_keeps_what_korthikanti_prints_for_interleaving():
 
 def test_the_first_stage_is_the_fullest():
     plan = evaluate(
-        Job(preset("megatron-22b"), 2048, 32, "fp16", "unfused", True), A100,
+        Job(preset("megatron-22b"), 2048, 32, "fp16", "flash", True), A100,
         Layout(dp=1, tp=4, pp=4, recompute="selective"),
     )  # fmt: skip
     kept = [stage.activations for stage in plan.memory.stages]
@@ -130,6 +130,19 @@ def test_the_first_stage_is_the_fullest():
     assert plan.memory.fullest.rank == 0
     assert plan.memory.stages[-1].logits > 0
     assert all(stage.total == sum(stage.parts.values()) for stage in plan.memory.stages)
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "llama-3.2-1b", "smollm-1.7b"])
+def test_what_recomputes_more_needs_no_more(name):
+    """Scores that selective recomputation makes again are there once too, while their layer's
+    backward runs."""
+    for attention in ("flash", "unfused"):
+        job = Job(preset(name), 32768, 64, "bf16", attention, True)
+        peaks = [
+            evaluate(job, A100, Layout(dp=1, recompute=kind)).memory.peak
+            for kind in ("none", "selective", "full")
+        ]
+        assert peaks == sorted(peaks, reverse=True), attention
 
 
 @pytest.mark.parametrize("layers", [1, 5, 12, 30, 61, 126])
