@@ -345,7 +345,10 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str, dim: int, sizes: list[int]) -> Tensor:
         ctx.name, ctx.dim, ctx.sizes = name, dim, sizes
         rank, _ = place_of(name)
-        return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+        # A copy: the part is no view that is written through, and torch.compile of 2.11 gives the
+        # gradient of a contiguous() that copies nothing as 0.
+        part = x.narrow(dim, sum(sizes[:rank]), sizes[rank])
+        return part.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
