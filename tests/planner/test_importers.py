@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pyparallel.planner import preset
+from pyparallel.planner import PlanError, preset
 from pyparallel.planner.importers import import_configuration
 from tests.planner.configurations import (
     ACCELERATE,
@@ -277,3 +277,10 @@ def test_torchtitan_of_old(read):
     found = read(text, ".toml", gpus=256)
     expect(found, dp=8, tp=8, pp=4, micro_batch=1, overlap_tp=True)
     assert found.job.precision.startswith("fp8")
+
+
+@pytest.mark.parametrize("name", ["gpus", "seq", "tp", "pp", "dp", "cp", "microbatch", "batch"])
+def test_what_is_asked_beside_it_is_1_or_more(name):
+    flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128"
+    with pytest.raises(PlanError, match=f"{name} is 0: 1 or more is expected"):
+        import_configuration(flags, **{name: 0})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from pyparallel.planner.errors import named
+from pyparallel.planner.errors import PlanError, named
 from pyparallel.planner.importers import deepspeed, megatron, others, torchtitan
 from pyparallel.planner.importers.own import read_own
 from pyparallel.planner.importers.reader import BrokenRule, Note, Reader
@@ -124,9 +124,14 @@ def import_configuration(
             own.
 
     Raises:
+        PlanError: a number that was passed is below 1.
         ConfigError: the file cannot be read, or holds a value that cannot be; it names line and
             key. Rules broken between values are no error: they are in `violations`.
     """
+    given = {name: value for name, value in sizes.items() if value is not None}
+    for name, value in (("gpus", gpus), ("seq", seq), *given.items()):
+        if value is not None and value < 1:
+            raise PlanError(f"{name} is {value}: 1 or more is expected")
     source = read_source(argument)
     framework = _framework(source)
     job: Job | None
@@ -139,7 +144,6 @@ def import_configuration(
         settings.model = model
     if seq is not None:
         settings.sequence = seq
-    given = {name: value for name, value in sizes.items() if value is not None}
     for name, value in given.items():
         setattr(settings, name, value)
     if "replicas" in given:
