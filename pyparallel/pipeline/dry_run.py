@@ -73,12 +73,13 @@ class DryRun:
                 _uncompiled(),
                 torch.set_grad_enabled(training),
             ):
-                tensors = [
+                leaves = [
                     torch.empty(one.shape, dtype=one.dtype, device=device).requires_grad_(
                         training and one.differentiable
                     )
                     for one in shape.tensors
                 ]
+                tensors = [leaf.clone() for leaf in leaves]  # as in a step, may change in place
                 value = unpack(shape, tensors)
                 return pack(call(module, value, keywords), training)[0]
         except _UNKNOWABLE:

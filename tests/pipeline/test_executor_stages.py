@@ -264,3 +264,17 @@ def test_a_stage_without_layers_passes_on():
         result = executor.step(plan_of(name, 4, 3), inputs, targets)
         assert abs(result.loss - loss) < 1e-12
         assert largest_error(whole, gradients) < 1e-12
+
+
+def test_a_stage_may_begin_by_changing_its_input_in_place():
+    """The trial before the step, too, gives it what may be changed, not a leaf."""
+    whole = model(3)
+    whole[1] = nn.ReLU(inplace=True)
+    inputs, targets = data(3)
+    loss, gradients = reference(whole, inputs, targets)
+    for name in ("1f1b", "zb-h1"):
+        whole.zero_grad()
+        executor = PipelineExecutor(dict(enumerate(whole)), loss_fn)
+        result = executor.step(plan_of(name, 3, 3), inputs, targets)
+        assert abs(result.loss - loss) < 1e-12
+        assert largest_error(whole, gradients) < 1e-12
