@@ -21,7 +21,7 @@ from bench.call_contest import CallContest
 from bench.case import Row
 from bench.options import Options
 from bench.page import Page
-from bench.pipeline_case import SCHEDULES, PipelineCase, Sizes
+from bench.pipeline_case import CHUNKS, SCHEDULES, PipelineCase, Sizes
 from bench.providers.base import Provider
 from bench.timing import Budget
 
@@ -34,13 +34,13 @@ FULL = (
 )
 CUDA = (Sizes(hidden=2048, layers=16, batch=4, tokens=1024, microbatches=16),)
 QUICK_SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-v")
-HEAVY_SCHEDULES = ("gpipe", "1f1b")
+HEAVY_SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-v")
 SECONDS = 40.0  # at most for one case
 _TIMED = 0.5  # of a case's time; the rest goes into references, profiles and peaks
 
 
-def heavy(world: int) -> Sizes:
-    return Sizes(hidden=1024, layers=world, batch=1, tokens=64, microbatches=32)
+def heavy(stages: int) -> Sizes:
+    return Sizes(hidden=1024, layers=stages, batch=1, tokens=64, microbatches=32)
 
 
 def cases(options: Options, world: int) -> list[PipelineCase]:
@@ -51,7 +51,7 @@ def cases(options: Options, world: int) -> list[PipelineCase]:
     found = [PipelineCase(name, s, world, options.seed) for name in wanted for s in sizes]
     if not options.quick:
         found += [
-            PipelineCase(name, heavy(world), world, options.seed)
+            PipelineCase(name, heavy(world * CHUNKS[name]), world, options.seed)
             for name in wanted
             if name in HEAVY_SCHEDULES
         ]

@@ -31,7 +31,7 @@ def test_cases_of_each_kind_of_run() -> None:
             assert sum(case.counts()) == case.sizes.layers + 2
             assert len(case.counts()) == case.stages
             assert min(case.counts()) >= 1
-        heavy = [case for case in full if case.sizes == pipeline.heavy(world)]
+        heavy = [case for case in full if case.sizes == pipeline.heavy(case.stages)]
         assert {case.op for case in heavy} == set(pipeline.HEAVY_SCHEDULES)
         assert all(case.sizes.layers == case.stages for case in heavy)
     assert not pipeline.cases(Options(dtypes=("bfloat16",)), 2)

@@ -109,3 +109,16 @@ def test_the_identity_is_the_kernels_unless_overridden(monkeypatch):
     assert re.fullmatch(r"boot-[0-9a-f-]{36}-net-\d+", _core.host_identity())
     monkeypatch.setenv("PYPARALLEL_HOST_ID", "rack-7")
     assert _core.host_identity() == "rack-7"
+
+
+def told_of_more(rank: Rank) -> None:
+    """communication_and_gemm.md 54: how many ranks a host has is what their host identities say,
+    never a launcher's number or a usual one."""
+    os.environ.update(LOCAL_WORLD_SIZE="8", LOCAL_RANK="5", OMPI_COMM_WORLD_LOCAL_SIZE="8")
+    with Communicator.from_store(rank.store(), rank.rank, 2, name="two", timeout=20) as comm:
+        assert not comm.spans_hosts()
+        assert comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+
+
+def test_two_ranks_where_the_launcher_speaks_of_eight() -> None:
+    run_ranks(told_of_more, 2)
