@@ -163,7 +163,7 @@ class PipelineExecutor:
     def _run(self, plan: Schedule, request: Request) -> StepResult:
         job, ready = self._agree(plan, request)
         with_loss = request.training or request.targets is not None
-        for number, worker in self._workers.items():
+        for number, worker in sorted(self._workers.items()):  # alike in all replicas, who meet
             worker.begin(request.training)
             last = number == job.plan.stages - 1
             worker.loss = self._loss if last and with_loss else None
